@@ -1,0 +1,157 @@
+"""Settings of sparse reads: how the cache is cut into pages and how many of them a step may read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+GROUP_RULES = ("softmax", "relative", "per_head")
+MAX_PAGE_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What one layer does in a decode step: `QuestConfig` with that layer's overrides applied."""
+
+    dense: bool
+    budget: int | float
+    sink_tokens: int
+    recent_tokens: int
+    slack: float
+    group_rule: str
+
+
+OVERRIDES = tuple(f.name for f in dataclasses.fields(LayerConfig))
+
+
+@dataclass(frozen=True)
+class QuestConfig:
+    """How a model's KV cache is summarised and read.
+
+    Args:
+        page_size: tokens per page, the unit that is summarised, scored and read.
+        block_size: tokens per block, the unit that is allocated; a multiple of `page_size`, which it equals if None.
+        budget: tokens read per KV head and step, forced pages included: a number of tokens (int), or a fraction of
+            the context (float in (0, 1]). A budget at or above the context length is exactly dense attention.
+        sink_tokens: oldest tokens that are always read, rounded up to pages.
+        recent_tokens: newest tokens that are always read, rounded up to pages (the open page counts as one and is
+            always read).
+        dense_layers: layers that read everything.
+        slack: 1.0 scores a page by Quest's upper bound of `q.k` (arXiv 2406.10774, equation 1); smaller values
+            trust the page's range less: `sum_d max_d (q_d + slack |q_d|)/2 + min_d (q_d - slack |q_d|)/2`.
+        group_rule: how the query heads that share a KV head agree on pages. "softmax": mean over the heads of the
+            softmax of their page scores; "relative": maximum over the heads of the score minus the head's best;
+            "per_head": no agreement, each query head reads its own pages (the paper's; reads up to group times more).
+        layers: overrides by layer index, e.g. `{3: {"budget": 2048}, 7: {"dense": True}}`.
+
+    Raises:
+        ValueError, TypeError: a setting is out of its range or of the wrong type; the message names it.
+    """
+
+    page_size: int = 16
+    block_size: int = None  # type: ignore[assignment]  # resolved to page_size
+    budget: int | float = 1024
+    sink_tokens: int = 16
+    recent_tokens: int = 32
+    dense_layers: tuple[int, ...] = ()
+    slack: float = 0.4
+    group_rule: str = "relative"
+    layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def paper(cls, **changes: Any) -> QuestConfig:
+        """Quest as published: 16-token pages, the upper bound as score, each query head its own pages, the first two
+        layers dense; the first page and the newest two are forced, as its inference code (not its simulator) does."""
+        preset: dict[str, Any] = dict(
+            page_size=16,
+            slack=1.0,
+            group_rule="per_head",
+            dense_layers=(0, 1),
+            sink_tokens=16,
+            recent_tokens=32,
+        )
+        return cls(**(preset | changes))
+
+    def __post_init__(self) -> None:
+        _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        if self.block_size is None:
+            object.__setattr__(self, "block_size", self.page_size)
+        _check_int("block_size", self.block_size, 1, 1 << 20)
+        if self.block_size % self.page_size:
+            raise ValueError(
+                f"QuestConfig: block_size must be a multiple of page_size ({self.page_size}), got {self.block_size}"
+            )
+        for i in self.dense_layers:
+            _check_int("dense_layers", i, 0, 1 << 20)
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "layers", {int(i): dict(o) for i, o in self.layers.items()})
+        plain = LayerConfig(
+            False, self.budget, self.sink_tokens, self.recent_tokens, float(self.slack), self.group_rule
+        )
+        resolved = {i: dataclasses.replace(plain, dense=True) for i in self.dense_layers}
+        for i, override in self.layers.items():
+            _check_int("layers (key)", i, 0, 1 << 20)
+            if unknown := set(override) - set(OVERRIDES):
+                raise ValueError(
+                    f"QuestConfig: layers[{i}] has unknown settings {sorted(unknown)}; known: {', '.join(OVERRIDES)}"
+                )
+            resolved[i] = dataclasses.replace(resolved.get(i, plain), **override)
+        for layer in (plain, *resolved.values()):
+            check_layer(layer, self.page_size)
+        object.__setattr__(self, "_plain", plain)
+        object.__setattr__(self, "_resolved", resolved)
+
+    def layer(self, layer_idx: int) -> LayerConfig:
+        """The settings of one layer, its overrides applied."""
+        return self._resolved.get(layer_idx, self._plain)  # type: ignore[attr-defined]
+
+    def replace(self, **changes: Any) -> QuestConfig:
+        """A copy with some settings changed; a `block_size` that equalled `page_size` follows it."""
+        if "page_size" in changes and "block_size" not in changes and self.block_size == self.page_size:
+            changes["block_size"] = None
+        return dataclasses.replace(self, **changes)
+
+
+def forced_pages(sink_tokens: int, recent_tokens: int, page_size: int) -> tuple[int, int]:
+    """Forced pages at the old and at the new end: (sink pages, recent pages)."""
+    return -(-sink_tokens // page_size), max(1, -(-recent_tokens // page_size))
+
+
+def check_layer(layer: LayerConfig, page_size: int, op: str = "QuestConfig") -> None:
+    """Raise on a setting out of range, or on a budget in tokens that cannot hold the forced pages."""
+    _check_int("sink_tokens", layer.sink_tokens, 0, 1 << 30, op)
+    _check_int("recent_tokens", layer.recent_tokens, 0, 1 << 30, op)
+    if layer.group_rule not in GROUP_RULES:
+        raise ValueError(f"{op}: group_rule must be one of {', '.join(GROUP_RULES)}, got {layer.group_rule!r}")
+    if not isinstance(layer.dense, bool):
+        raise TypeError(f"{op}: dense must be a bool, got {layer.dense!r}")
+    if isinstance(layer.slack, bool) or not isinstance(layer.slack, (int, float)):
+        raise TypeError(f"{op}: slack must be a number, got {layer.slack!r}")
+    if not 0.0 <= layer.slack <= 1.0:
+        raise ValueError(f"{op}: slack must be in [0, 1], got {layer.slack}")
+    check_budget(layer.budget, layer.sink_tokens, layer.recent_tokens, page_size, op)
+
+
+def check_budget(budget: int | float, sink_tokens: int, recent_tokens: int, page_size: int, op: str) -> None:
+    """Raise unless `budget` is a fraction in (0, 1] or a number of tokens that holds the forced pages."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"{op}: budget must be a number of tokens (int) or a fraction (float), got {budget!r}")
+    if isinstance(budget, float):
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"{op}: budget as a fraction of the context must be in (0, 1], got {budget}")
+        return
+    sink, recent = forced_pages(sink_tokens, recent_tokens, page_size)
+    if budget // page_size < sink + recent:
+        raise ValueError(
+            f"{op}: budget must hold the forced pages: {sink} sink + {recent} recent pages of {page_size} tokens = "
+            f"{(sink + recent) * page_size} tokens, got budget {budget}"
+        )
+
+
+def _check_int(name: str, value: Any, low: int, high: int, op: str = "QuestConfig") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{op}: {name} must be in [{low}, {high}], got {value}")
