@@ -19,20 +19,19 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NoReturn
 
-import setuptools
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 VERSION = "0.1.0"
 TORCH_MIN = (2, 13)
-SETUPTOOLS_MIN = 77  # as in pyproject.toml, which counts only for isolated builds
 PYTHON_MIN = (3, 11)
 CUDA_ARCHS = os.environ.get("QUEST_CUDA_ARCHS", "80;90;100;120+PTX")
 
 ROOT = Path(__file__).resolve().parent
-BUILD = Path("build/quest")  # relative to ROOT, where ninja runs: a copy of the tree with its build folder is up to date
+BUILD = Path("build/quest")  # every path in build.ninja is relative to ROOT, so a copied tree need not compile again
 MACOS = sys.platform == "darwin"
 
 # Folders at the top that are installed inside quest: `triton_kernels` is also the name of a package of Triton's own.
@@ -55,7 +54,7 @@ COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Ic
 KERNEL = ["-O3", "-ffp-contract=fast", "-fno-math-errno"]
 
 
-def fail(message: str) -> None:
+def fail(message: str) -> NoReturn:
     sys.exit(f"quest-attention: {message}")
 
 
@@ -86,7 +85,7 @@ def find_torch() -> tuple[Path, str]:
         fail(f"the version of the torch in {folder} could not be read, torch {wanted} or newer is needed.")
     version = f"{match[1]}.{match[2]}{match[3]}"
     if (int(match[1]), int(match[2])) < TORCH_MIN:
-        fail(f"torch {wanted} or newer is needed, but torch {version} is installed: `pip install -U 'torch>={wanted}'`.")
+        fail(f"torch {wanted} or newer is needed, but {version} is installed: run `pip install -U 'torch>={wanted}'`.")
     return folder, version
 
 
@@ -104,14 +103,15 @@ def find_cuda() -> Path | None:
         if wish == "1":
             fail("QUEST_CUDA=1 was asked for, but this version has no CUDA sources (csrc/cuda/*.cu).")
         return None
-    nvcc = shutil.which("nvcc")
-    places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    places += [Path(nvcc).resolve().parents[1]] if nvcc else []
-    for place in filter(None, places):
-        if (Path(place) / "bin/nvcc").exists() and (Path(place) / "include/cuda_runtime.h").exists():
-            return Path(place)
+    chosen = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [Path(chosen)] if chosen else [Path("/usr/local/cuda")]
+    if not chosen and (nvcc := shutil.which("nvcc")):
+        places.append(Path(nvcc).resolve().parents[1])
+    for place in places:
+        if (place / "bin/nvcc").exists() and (place / "include/cuda_runtime.h").exists():
+            return place
     if wish == "1":
-        fail("QUEST_CUDA=1 was asked for, but no CUDA toolkit with nvcc was found: set CUDA_HOME to its folder.")
+        fail(f"QUEST_CUDA=1 was asked for, but no CUDA toolkit is in {' or '.join(map(str, places))}: set CUDA_HOME.")
     return None
 
 
@@ -257,12 +257,6 @@ class BuildPy(build_py):
             shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
 
-
-if int(setuptools.__version__.split(".")[0]) < SETUPTOOLS_MIN:
-    fail(
-        f"setuptools {SETUPTOOLS_MIN} or newer is needed to build without build isolation, but setuptools "
-        f"{setuptools.__version__} is installed: `pip install -U setuptools`."
-    )
 
 # pip makes the metadata first, then downloads what it names: say there that torch is missing, not after gigabytes.
 if {"dist_info", "bdist_wheel", "editable_wheel", "build_ext"} & set(sys.argv):

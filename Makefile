@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all their set-up in .venv; scripts/setup_env.sh says which variables steer it.
+
+BIN := .venv/bin
+CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort)
+TEST_JOBS ?= 2
+
+.PHONY: help demo test lint wheel bench clean
+
+help:
+	@echo "make demo   a language model answers from a long prompt, densely and with sparse reads: demo/results.*"
+	@echo "make test   the tests, on $(TEST_JOBS) processes (ARGS='-k select' passes options on)"
+	@echo "make lint   ruff, clang-format, mypy"
+	@echo "make bench  one decode step, and a model through transformers"
+	@echo "make wheel  a wheel in dist/"
+	@echo "make clean  remove what was built, but not .venv"
+
+# One stamp for the whole set-up: newer sources or requirements run the script again, which redoes only what changed.
+.venv/.ready: scripts/setup_env.sh pyproject.toml setup.py $(CPP) $(wildcard bench/__init__.py triton_kernels/__init__.py)
+	@bash scripts/setup_env.sh
+	@touch $@
+
+demo: .venv/.ready
+	$(BIN)/quest demo $(ARGS)
+
+# Each process tests with one thread unless a test asks for more.
+test: .venv/.ready
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
+
+lint: .venv/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy
+
+bench: .venv/.ready
+	$(BIN)/quest bench decode
+	$(BIN)/quest bench hf
+
+wheel: .venv/.ready
+	$(BIN)/python -m pip wheel . -q --no-deps --no-build-isolation --wheel-dir dist
+
+clean:
+	rm -rf build dist *.egg-info quest/*.so .venv/.ready .pytest_cache .mypy_cache .ruff_cache .hypothesis
