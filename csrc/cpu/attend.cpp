@@ -1,0 +1,166 @@
+// attend: exact attention over the selected pages, online softmax over tiles of rows; combine: the splits of one unit.
+#include "cpu/tables.h"
+#include "cpu/tiles.h"
+
+namespace quest::cpu::QUEST_ISA {
+
+// Which query heads a unit is, in which row.
+struct Unit {
+  int64_t b, t, sel_head, tile, head, heads, kv_head;
+  Unit(const AttendParams& p, int64_t unit) {
+    tile = unit % p.num_tiles;
+    sel_head = unit / p.num_tiles % p.sel_heads;
+    t = unit / p.num_tiles / p.sel_heads % p.seq.q_len;
+    b = unit / p.num_tiles / p.sel_heads / p.seq.q_len;
+    const int64_t group = p.num_heads / p.sel_heads, left = group - tile * p.tile_heads;
+    head = sel_head * group + tile * p.tile_heads;
+    heads = left < p.tile_heads ? left : p.tile_heads;
+    kv_head = head / (p.num_heads / p.num_kv_heads);
+  }
+};
+
+// Running softmax of one unit: best logit, sum of exp(logit - best), and sum of exp(logit - best) * v.
+struct State {
+  float best[kTileHeads], total[kTileHeads];
+  alignas(64) float acc[kTileHeads * kMaxHeadDim];
+};
+
+static void write(const AttendParams& p, const Unit& u, const State& s, int64_t lda) {
+  by_dtype(p.out.dtype, [&](auto* type) {
+    using T = decltype(type);
+    for (int64_t h = 0; h < u.heads; h++) {
+      float best = s.best[h], total = s.total[h], scale = 1;
+      const bool empty = total == 0 && best == -kInf;
+      if (p.sinks && !empty) {  // the sink is one more logit, without a value
+        const float sink = p.sinks[u.head + h], top = max_known(best, sink);
+        scale = best == top ? 1.0f : __builtin_expf(best - top);
+        total = total * scale + __builtin_expf(sink - top);
+        best = top;
+      }
+      alignas(64) float row[kMaxHeadDim];
+      const float norm = empty ? 0.0f : scale / total;
+      for (int64_t d = 0; d < p.out.dim; d++) row[d] = empty ? 0.0f : s.acc[h * lda + d] * norm;
+      store_row(static_cast<T>(p.out.data) + u.b * p.out.stride_batch + u.t * p.out.stride_token +
+                    (u.head + h) * p.out.stride_head,
+                row, p.out.dim);
+      p.lse[(u.b * p.seq.q_len + u.t) * p.num_heads + u.head + h] = empty ? -kInf : best + __builtin_logf(total);
+    }
+  });
+}
+
+// One tile of rows: logits, then the running softmax.
+template <typename T>
+static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int64_t heads, const T* const* k,
+                        const T* const* v, int n, State& s, int64_t lda) {
+  alignas(64) float logits[kTileHeads * kTileRows];
+  dot<false>(q, ldq, heads, k, n, p.k_cache.dim, logits, kTileRows);
+  for (int64_t h = 0; h < heads; h++) {
+    float* l = logits + h * kTileRows;
+    float best = s.best[h];
+    for (int64_t i = 0; i < n; i++) {
+      l[i] *= p.softmax_scale;
+      if (p.softcap > 0) l[i] = p.softcap * __builtin_tanhf(l[i] / p.softcap);
+      best = max_known(best, l[i]);
+    }
+    const float base = best == -kInf ? 0.0f : best;  // every logit is -inf (or NaN, which stays)
+    for (int64_t i = n; i < round_up(n, W); i++) l[i] = -kInf;
+    Vec total{};
+    for (int64_t i = 0; i < n; i += W) {
+      const Vec e = exp(load(l + i) - base);
+      store(l + i, e);
+      total += e;
+    }
+    if (best != s.best[h] && s.best[h] != -kInf) {
+      const float shrink = __builtin_expf(s.best[h] - best);
+      s.total[h] *= shrink;
+      for (int64_t d = 0; d < lda; d++) s.acc[h * lda + d] *= shrink;
+    }
+    s.total[h] += sum(total);
+    s.best[h] = best;
+  }
+  mix(logits, kTileRows, heads, v, n, p.v_cache.dim, s.acc, lda);
+}
+
+template <typename T>
+static void attend_pages(T*, const AttendParams& p, const Unit& u, int64_t split, const float* q, int64_t ldq, State& s,
+                         int64_t lda) {
+  const Sequences& seq = p.seq;
+  const Span span = seq.span(u.b, u.t);
+  if (span.pos < 0) return;
+  const int32_t* idx = nullptr;
+  int64_t begin = span.first_page, end = span.end_page;
+  if (p.page_idx) {
+    idx = p.page_idx + u.b * p.idx_stride_batch + u.t * p.idx_stride_token + u.sel_head * p.idx_stride_head;
+    begin = 0, end = p.max_selected;
+    while (end > 0 && idx[end - 1] < 0) end--;  // -1 fills the end
+  }
+  const int64_t pages = end - begin;
+  const int64_t from = begin + pages * split / p.num_splits, to = begin + pages * (split + 1) / p.num_splits;
+
+  const T* k_head = static_cast<T*>(p.k_cache.data) + u.kv_head * p.k_cache.stride_head;
+  const T* v_head = static_cast<T*>(p.v_cache.data) + u.kv_head * p.v_cache.stride_head;
+  const T *k[kTileRows], *v[kTileRows];
+  int n = 0;
+  for (int64_t i = from; i < to; i++) {
+    const int64_t page = idx ? idx[i] : i;
+    if (page < span.first_page || page >= span.end_page) continue;
+    int64_t token = page * seq.page_size, stop = token + seq.page_size;
+    const int64_t block = seq.block(u.b, token / seq.block_size), offset = token % seq.block_size;
+    if (block < 0) continue;
+    const T* k_row = k_head + block * p.k_cache.stride_block + offset * p.k_cache.stride_row;
+    const T* v_row = v_head + block * p.v_cache.stride_block + offset * p.v_cache.stride_row;
+    stop = stop > span.pos + 1 ? span.pos + 1 : stop;
+    for (; token < stop; token++, k_row += p.k_cache.stride_row, v_row += p.v_cache.stride_row) {
+      if (token < span.first_token) continue;
+      k[n] = k_row;
+      v[n] = v_row;
+      if (++n == kTileRows) {
+        attend_rows(p, q, ldq, u.heads, k, v, n, s, lda);
+        n = 0;
+      }
+    }
+  }
+  if (n) attend_rows(p, q, ldq, u.heads, k, v, n, s, lda);
+}
+
+void attend(const AttendParams& p, int64_t unit, int64_t split) {
+  const Unit u(p, unit);
+  const int64_t ldq = round_up(p.query.dim, W), lda = round_up(p.v_cache.dim, W);
+  alignas(64) float q[kTileHeads * kMaxHeadDim];
+  State s;
+  load_query(p.query, u.b, u.t, u.head, u.heads, q, ldq);
+  for (int64_t h = 0; h < u.heads; h++) s.best[h] = -kInf, s.total[h] = 0;
+  memset(s.acc, 0, u.heads * lda * sizeof(float));
+  by_dtype(p.k_cache.dtype, [&](auto* type) { attend_pages(type, p, u, split, q, ldq, s, lda); });
+  if (p.num_splits == 1) return write(p, u, s, lda);
+  for (int64_t h = 0; h < u.heads; h++) {
+    float* to = p.partial + ((unit * p.num_splits + split) * p.tile_heads + h) * (p.v_cache.dim + 2);
+    to[0] = s.best[h];
+    to[1] = s.total[h];
+    memcpy(to + 2, s.acc + h * lda, p.v_cache.dim * sizeof(float));
+  }
+}
+
+void combine(const AttendParams& p, int64_t unit) {
+  const Unit u(p, unit);
+  const int64_t dim = p.v_cache.dim;
+  State s;
+  for (int64_t h = 0; h < u.heads; h++) {
+    auto part = [&](int64_t i) { return p.partial + ((unit * p.num_splits + i) * p.tile_heads + h) * (dim + 2); };
+    float best = -kInf, total = 0, *acc = s.acc + h * dim;
+    for (int64_t i = 0; i < p.num_splits; i++) best = max_known(best, part(i)[0]);
+    memset(acc, 0, dim * sizeof(float));
+    for (int64_t i = 0; i < p.num_splits; i++) {
+      const float* x = part(i);
+      // A part of only -inf (or NaN) logits was summed against 0, not against its best.
+      const float weight = x[0] == best || x[0] == -kInf ? 1.0f : __builtin_expf(x[0] - best);
+      total += x[1] * weight;
+      for (int64_t d = 0; d < dim; d++) acc[d] += x[2 + d] * weight;
+    }
+    s.best[h] = best;
+    s.total[h] = total;
+  }
+  write(p, u, s, dim);
+}
+
+}  // namespace quest::cpu::QUEST_ISA

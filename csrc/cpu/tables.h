@@ -1,0 +1,20 @@
+// The kernels of one instruction set, by name.
+#pragma once
+
+#include "cpu/kernels.h"
+#include "cpu/vec.h"
+
+namespace quest::cpu::QUEST_ISA {
+
+void append(const AppendParams&, int64_t begin, int64_t end);
+void summarise(const SummariseParams&, int64_t row, int64_t kv_head, int64_t begin, int64_t end);
+void score(const ScoreParams&, int64_t unit, int64_t begin, int64_t end);
+void agree(const ScoreParams&, int64_t unit);
+void select(const SelectParams&, int64_t unit);
+void attend(const AttendParams&, int64_t unit, int64_t split);
+void combine(const AttendParams&, int64_t unit);
+void merge(const MergeParams&, int64_t begin, int64_t end);
+
+extern const Kernels table;
+
+}  // namespace quest::cpu::QUEST_ISA

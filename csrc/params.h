@@ -1,0 +1,138 @@
+// What the kernels are told: plain structs of pointers and sizes, each pointer with its shape. No torch, no STL.
+#pragma once
+
+#include <cstdint>
+
+namespace quest {
+
+enum class DType : int { f32, bf16, f16 };
+enum class GroupRule : int { softmax, relative, per_head };
+
+constexpr int kMaxHeadDim = 1024;
+
+// A pool of rows: K or V (rows are tokens) or a summary (rows are pages), any strides, contiguous last dimension.
+struct Pool {
+  void* data;  // [num_blocks, num_kv_heads, rows_per_block, dim]
+  DType dtype;
+  int64_t stride_block, stride_head, stride_row;  // in elements
+  int64_t dim;
+};
+
+// New rows: key, value, query, out. [batch, q_len, num_heads, dim]
+struct Rows {
+  void* data;
+  DType dtype;
+  int64_t stride_batch, stride_token, stride_head;  // in elements
+  int64_t dim;
+};
+
+// The visible part of a row for one query token. Pages are [first_page, end_page), scored ones [first_page, scored_end).
+struct Span {
+  int64_t pos;          // position of the query token in its row; negative: an inert token
+  int64_t first_token;  // the window's edge
+  int64_t first_page, end_page, scored_end;
+};
+
+struct Sequences {
+  const int32_t* block_table;  // [batch, max_blocks], -1 = none
+  const int32_t* seq_lens;     // [batch], length after the append
+  int64_t table_stride;
+  int64_t batch, max_blocks, num_blocks;
+  int64_t block_size, page_size, max_pages;
+  int64_t q_len;
+  int64_t window;  // -1 = none
+
+  // Lengths and block ids are bounded here, so that unchecked input never reads out of bounds.
+  int64_t length(int64_t b) const {
+    const int64_t n = seq_lens[b], most = max_blocks * block_size;
+    return n < 0 ? 0 : n > most ? most : n;
+  }
+  int64_t block(int64_t b, int64_t i) const {
+    const int64_t id = block_table[b * table_stride + i];
+    return id < num_blocks ? id : -1;
+  }
+  Span span(int64_t b, int64_t t) const {
+    const int64_t len = length(b), pos = len - q_len + t;
+    Span s{pos, 0, 0, 0, 0};
+    if (pos < 0) return s;
+    s.first_token = window < 0 || pos + 1 <= window ? 0 : pos + 1 - window;
+    s.first_page = s.first_token / page_size;
+    s.end_page = pos / page_size + 1;
+    // A page whose summary already holds a later token says nothing about this one.
+    s.scored_end = pos + 1 == len ? s.end_page : (pos + 1) / page_size;
+    return s;
+  }
+};
+
+struct AppendParams {
+  Rows key, value;        // [num_tokens as (batch, q_len), num_kv_heads, dim]
+  Pool k_cache, v_cache;
+  const int64_t* slots;   // [batch, q_len]; outside the pool = skip
+  int64_t q_len, num_tokens, num_kv_heads, block_size, num_slots;
+};
+
+struct SummariseParams {
+  Sequences seq;
+  Pool k_cache, page_min, page_max;
+  const int32_t* num_new;  // [batch]; null: seq.q_len for every row
+  int64_t num_kv_heads;
+};
+
+struct ScoreParams {
+  Sequences seq;
+  Rows query;
+  Pool page_min, page_max;
+  float* raw;     // [batch, q_len, num_heads, max_pages]
+  float* scores;  // [batch, q_len, num_kv_heads, max_pages], or null for per_head: raw is the result
+  int64_t num_heads, num_kv_heads;
+  float slack, softmax_scale;
+  GroupRule rule;
+};
+
+struct SelectParams {
+  Sequences seq;
+  const float* scores;  // [batch, q_len, sel_heads, max_pages]
+  int32_t* page_idx;    // [batch, q_len, sel_heads, max_selected]
+  int32_t* counts;      // [batch, q_len, sel_heads]
+  int64_t sel_heads, max_selected;
+  int64_t budget;          // tokens
+  double budget_fraction;  // of the context; 0 = none
+  int64_t sink_pages, recent_pages;
+
+  // Whether a token reads every visible page, which needs no scores.
+  bool reads_all(const Span& s) const { return budget_tokens(s) >= s.pos + 1 - s.first_token; }
+  int64_t budget_tokens(const Span& s) const {
+    if (budget_fraction <= 0) return budget;
+    const double tokens = budget_fraction * static_cast<double>(s.pos + 1);
+    const int64_t whole = static_cast<int64_t>(tokens);
+    return static_cast<double>(whole) < tokens ? whole + 1 : whole;
+  }
+};
+
+struct AttendParams {
+  Sequences seq;
+  Rows query, out;
+  Pool k_cache, v_cache;
+  const int32_t* page_idx;  // [batch, q_len, sel_heads, max_selected] or null: every page
+  int64_t idx_stride_batch, idx_stride_token, idx_stride_head, max_selected;
+  const float* sinks;  // [num_heads] or null
+  float* lse;          // [batch, q_len, num_heads]
+  float* partial;      // [units, num_splits, tile_heads, v_dim + 2], null when num_splits is 1
+  int64_t num_heads, num_kv_heads, sel_heads;
+  int64_t tile_heads, num_tiles;  // query heads of a selection that are attended to together, and how many such tiles
+  int64_t num_splits;
+  float softmax_scale, softcap;  // softcap 0 = none
+
+  int64_t units() const { return seq.batch * seq.q_len * sel_heads * num_tiles; }
+};
+
+struct MergeParams {
+  const void *out_a, *out_b;  // [rows, dim]
+  const float *lse_a, *lse_b;  // [rows]
+  void* out;
+  float* lse;
+  DType dtype;
+  int64_t dim;
+};
+
+}  // namespace quest

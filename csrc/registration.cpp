@@ -1,0 +1,65 @@
+// The schemas, once for all backends, and the CPU kernels behind them. Mutation is declared, sizes are SymInt.
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+
+#include "ops.h"
+
+STABLE_TORCH_LIBRARY(quest, m) {
+  m.def(
+      "append(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+      "bool check=True) -> ()");
+  m.def(
+      "summarise(Tensor k_cache, Tensor(a!) page_min, Tensor(b!) page_max, Tensor block_table, Tensor seq_lens, "
+      "Tensor num_new, bool check=True) -> ()");
+  m.def(
+      "score(Tensor query, Tensor page_min, Tensor page_max, Tensor block_table, Tensor seq_lens, SymInt page_size, "
+      "float softmax_scale, float slack, str group_rule, SymInt window=-1, bool check=True) -> Tensor");
+  m.def(
+      "select(Tensor scores, Tensor seq_lens, SymInt page_size, SymInt budget, float budget_fraction, "
+      "SymInt sink_pages, SymInt recent_pages, SymInt window, SymInt max_selected, bool check=True) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? page_idx, "
+      "SymInt page_size, float softmax_scale, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, "
+      "bool check=True) -> (Tensor, Tensor)");
+  m.def("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)");
+  m.def(
+      "decode(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) page_min, "
+      "Tensor(d!) page_max, Tensor block_table, Tensor seq_lens, Tensor slot_mapping, bool dense, "
+      "float softmax_scale, SymInt budget, float budget_fraction, SymInt sink_pages, SymInt recent_pages, "
+      "SymInt max_selected, float slack, str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, "
+      "bool check=True) -> (Tensor, Tensor)");
+  m.def("isa() -> str");
+  m.def("isas() -> str");
+  m.def("use_isa(str name) -> ()");
+  m.def("version() -> str");
+  m.def("build() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(quest, CPU, m) {
+  m.impl("append", TORCH_BOX(&quest::append));
+  m.impl("summarise", TORCH_BOX(&quest::summarise));
+  m.impl("score", TORCH_BOX(&quest::score));
+  m.impl("select", TORCH_BOX(&quest::select));
+  m.impl("attend", TORCH_BOX(&quest::attend));
+  m.impl("merge", TORCH_BOX(&quest::merge));
+  m.impl("decode", TORCH_BOX(&quest::decode));
+}
+
+static std::string version() { return QUEST_VERSION; }
+static std::string build() { return QUEST_BUILD; }
+
+STABLE_TORCH_LIBRARY_IMPL(quest, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&quest::isa));
+  m.impl("isas", TORCH_BOX(&quest::isas));
+  m.impl("use_isa", TORCH_BOX(&quest::use_isa));
+  m.impl("version", TORCH_BOX(&version));
+  m.impl("build", TORCH_BOX(&build));
+}
+
+// Importing the module runs the registrations above; it has nothing else.
+PyMODINIT_FUNC PyInit__C(void) {
+  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C",    nullptr, -1,     nullptr,
+                                      nullptr,               nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

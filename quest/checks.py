@@ -1,0 +1,105 @@
+"""Argument checks of the public functions: `ValueError`/`TypeError` that name op, argument, rule and what came.
+
+They look at shapes, dtypes, strides and devices only, so they cost no synchronisation and vanish under torch.compile.
+What needs a look at values (lengths, block ids, slots, page indices) the kernels check when `check=True`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 1024
+
+
+class Args:
+    """The tensors of one call. A dimension's name stands for one size in all of them.
+
+    >>> args = Args("score")
+    >>> args.add("query", query, "batch q_len num_heads head_dim", FLOATS)
+    >>> args.add("page_min", page_min, "num_blocks num_kv_heads pages head_dim", FLOATS)  # head_dim as in query
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+        self.sizes: dict[str, tuple[Any, str]] = {}  # dimension -> size, and the argument that set it
+        self.first: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, dim: str) -> Any:
+        return self.sizes[dim][0]
+
+    def fail(self, name: str, rule: str, got: object, kind: type[Exception] = ValueError) -> None:
+        raise kind(f"{self.op}: {name} {rule}, got {got}")
+
+    def add(
+        self, name: str, x: Any, dims: str, dtypes: tuple[torch.dtype, ...], like: tuple[str, Tensor] | None = None
+    ) -> None:
+        """Check one tensor: type, dtype (one of `dtypes`, or that of the argument `like`), device, shape, last stride."""
+        if not isinstance(x, Tensor):
+            self.fail(name, "must be a tensor", type(x).__name__, TypeError)
+        if x.dtype not in dtypes:
+            self.fail(name, f"must have dtype {' or '.join(map(_short, dtypes))}", _short(x.dtype), TypeError)
+        if like is not None and x.dtype != like[1].dtype:
+            self.fail(name, f"must have the dtype of {like[0]}, {_short(like[1].dtype)}", _short(x.dtype), TypeError)
+        if self.first is None:
+            self.first = (name, x)
+        elif x.device != self.first[1].device:
+            self.fail(name, f"must be on the device of {self.first[0]}, {self.first[1].device}", x.device)
+        names = dims.split()
+        if x.dim() != len(names):
+            self.fail(name, f"must be [{', '.join(names)}]", f"shape {_shape(x)}")
+        for dim, size in zip(names, x.shape, strict=True):
+            if dim not in self.sizes:
+                self.sizes[dim] = (size, name)
+            elif self.sizes[dim][0] != size:
+                known, of = self.sizes[dim]
+                self.fail(name, f"must be [{', '.join(names)}] with {dim} {known} as in {of}", f"shape {_shape(x)}")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            self.fail(name, "must be contiguous in its last dimension", f"strides {tuple(x.stride())}")
+        if x.requires_grad and torch.is_grad_enabled():
+            self.fail(name, "must not require grad (no backward here: use torch.no_grad())", "requires_grad=True")
+
+    def heads(self) -> None:
+        if self["num_kv_heads"] < 1 or self["num_heads"] % self["num_kv_heads"]:
+            self.fail("query", f"must have a multiple of {self['num_kv_heads']} heads (num_kv_heads)", self["num_heads"])
+
+    def head_dim(self, dim: str = "head_dim") -> None:
+        if not 1 <= self[dim] <= MAX_HEAD_DIM:
+            self.fail(self.sizes[dim][1], f"must have {dim} in [1, {MAX_HEAD_DIM}]", self[dim])
+
+    def page_size(self, page_size: Any) -> None:
+        self.at_least("page_size", page_size, 1)
+        if self["block_size"] % page_size:
+            self.fail("page_size", f"must divide block_size {self['block_size']}", page_size)
+
+    def at_least(self, name: str, value: Any, low: int) -> None:
+        if isinstance(value, (bool, float)) or isinstance(value, Tensor):
+            self.fail(name, "must be an int", repr(value), TypeError)
+        if value < low:
+            self.fail(name, f"must be at least {low}", value)
+
+    def window(self, window: Any) -> None:
+        if window is not None:
+            self.at_least("window", window, 1)
+
+    def softcap(self, softcap: Any) -> None:
+        if softcap is not None and not softcap > 0:
+            self.fail("softcap", "must be positive or None", softcap)
+
+    def sinks(self, sinks: Any) -> Tensor | None:
+        """The attention sink logits as a kernel takes them, contiguous float32."""
+        if sinks is None:
+            return None
+        self.add("sinks", sinks, "num_heads", FLOATS)
+        return sinks.float().contiguous()
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(x: Tensor) -> str:
+    return str(list(x.shape))

@@ -1,0 +1,89 @@
+"""Fake kernels: what torch.compile needs to know of the ops' outputs, and the width of a selection."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quest._C  # type: ignore[import-not-found]  # noqa: F401  # registers the ops
+
+
+def max_selected(
+    max_pages: Any, q_len: Any, page_size: int, budget: int | float, sink: int, recent: int, window: int | None
+) -> Any:
+    """The most pages that `select` can name, the width of `page_idx`. `sink` and `recent` are pages."""
+    if isinstance(budget, float):
+        by_budget = -(-math.ceil(budget * page_size * max_pages) // page_size)
+    else:
+        by_budget = -(-budget // page_size)
+    by_budget += window is not None  # a window may start inside a page
+    by_force = sink + (recent if q_len == 1 else max(recent, (q_len - 2) // page_size + 2))
+    return min(max_pages, max(by_budget, by_force))
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _score(
+    query: Tensor,
+    page_min: Tensor,
+    page_max: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    page_size: int,
+    softmax_scale: float,
+    slack: float,
+    group_rule: str,
+    *rest: Any,
+) -> Tensor:
+    batch, q_len, num_heads, _ = query.shape
+    heads = num_heads if group_rule == "per_head" else page_min.shape[1]
+    max_pages = block_table.shape[1] * page_min.shape[2]
+    return query.new_empty((batch, q_len, heads, max_pages), dtype=torch.float32)
+
+
+def _select(
+    scores: Tensor,
+    seq_lens: Tensor,
+    page_size: int,
+    budget: int,
+    budget_fraction: float,
+    sink_pages: int,
+    recent_pages: int,
+    window: int,
+    max_selected: int,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    head = scores.shape[:-1]
+    return scores.new_empty((*head, max_selected), dtype=torch.int32), scores.new_empty(head, dtype=torch.int32)
+
+
+def _attend(query: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    head = query.shape[:-1]
+    return query.new_empty((*head, v_cache.shape[-1])), query.new_empty(head, dtype=torch.float32)
+
+
+def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out_a), torch.empty_like(lse_a)
+
+
+def _decode(
+    query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return _attend(query, k_cache, v_cache)
+
+
+for _name, _fake in {
+    "append": _nothing,
+    "summarise": _nothing,
+    "score": _score,
+    "select": _select,
+    "attend": _attend,
+    "merge": _merge,
+    "decode": _decode,
+}.items():
+    torch.library.register_fake(f"quest::{_name}", _fake)
