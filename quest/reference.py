@@ -188,7 +188,7 @@ def attend(
             pos = length - q_len + t
             first = 0 if window is None else max(0, pos - window + 1)
             for s in range(sel_heads):
-                tokens = torch.arange(first, pos + 1)
+                tokens = torch.arange(first, max(first, pos + 1))
                 if page_idx is not None:
                     tokens = tokens[torch.isin(tokens // page_size, page_idx[b, t, s])]
                 if tokens.numel() == 0:
