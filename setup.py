@@ -189,7 +189,7 @@ class BuildExt(build_ext):
         with (BUILD / "lock").open("w") as lock:  # two builds of one tree at a time would mix their objects
             fcntl.flock(lock, fcntl.LOCK_EX)
             (BUILD / "build.ninja").write_text("\n".join(ninja_file.lines) + "\n")
-            command = [find_ninja(), "-f", str(BUILD / "build.ninja"), "-j", jobs, *(["-v"] if self.verbose else [])]
+            command = [find_ninja(), "-f", str(BUILD / "build.ninja"), "-j", jobs]
             if subprocess.run(command).returncode:
                 fail("compiling failed, the compiler's messages are above.")
             for name, library in libraries.items():
