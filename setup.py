@@ -222,7 +222,7 @@ class BuildExt(build_ext):
             link += ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
 
         if name == "quest._C":
-            with_cuda = f"CUDA {cuda_tag(CUDA)[2:]} for {CUDA_ARCHS}" if CUDA else "no CUDA"
+            with_cuda = f"{cuda_tag(CUDA)} for {CUDA_ARCHS}" if CUDA else "no CUDA"
             flags = shlex.join([*KERNEL, *own_flags])
             build = f"{cxx_name}; {flags}; {' '.join(ISAS)}; {with_cuda}; torch {torch_version}"
             binding += [f'-DQUEST_VERSION="{FULL_VERSION}"', f'-DQUEST_BUILD="{build}"', *own_flags]
