@@ -1,0 +1,234 @@
+"""A full-attention layer of a `QuestCache`, and the K and V that its `update` gives back.
+
+A forward pass calls `update(key, value)` and then the attention function. `update` gives back K and V as a
+`DynamicLayer` would, but lazily: the attention function of this package finds the layer behind them and reads pages;
+anything else that looks at them gets dense tensors. New tokens wait in `QuestLayer.pending` until the attention
+function has said, by its mask, which of them are padding; whoever else needs the layer first takes them all as tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import CacheLayerMixin
+
+from quest.integrations.transformers_masks import is_plain, real_columns, restrict, visible_columns
+from quest.integrations.transformers_store import Store
+
+MAX_DRAFT_TOKENS = 64  # with past recording, as in assisted decoding, more new tokens than these count as a prompt
+
+
+class States:
+    """K and V of a layer as they were after one `update`, made dense when one of the two is looked at."""
+
+    def __init__(self, layer: QuestLayer, columns: int) -> None:
+        self.layer, self.columns, self.epoch = layer, columns, layer.store.epoch
+        self._dense: tuple[Tensor, Tensor] | None = None
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        if self._dense is None:
+            if self.epoch != self.layer.store.epoch:
+                raise RuntimeError(
+                    "QuestCache: K and V of an earlier update, first looked at after the cache was cropped, reordered "
+                    "or reset, are gone"
+                )
+            k, v = self.layer.states()
+            self._dense = k[:, :, : self.columns], v[:, :, : self.columns]
+        return self._dense
+
+
+class LazyStates(torch.Tensor):
+    """K or V [batch, num_kv_heads, columns, head_dim]: shape, dtype and device at once, the numbers on demand."""
+
+    states: States
+    which: int  # 0 for K, 1 for V
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(states: States, which: int, like: Tensor) -> LazyStates:
+        """`like` holds the new tokens [batch, num_kv_heads, q_len, head_dim]."""
+        batch, num_kv_heads, _, head_dim = like.shape
+        shape = (batch, num_kv_heads, states.columns, head_dim)
+        lazy = torch.Tensor._make_wrapper_subclass(LazyStates, shape, dtype=like.dtype, device=like.device)
+        lazy.states, lazy.which = states, which
+        return lazy
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], LazyStates):
+            raise TypeError(f"{func}: K and V that QuestCache.update gave back can't be written to; clone them first")
+        args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def dense(self) -> Tensor:
+        return self.states.dense()[self.which]
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LazyStates({'KV'[self.which]} of layer {self.states.layer.index}, shape={[*self.shape]}, {self.dtype})"
+
+
+class QuestLayer(CacheLayerMixin):
+    """One full-attention layer of a `QuestCache`. Rows, lengths and pads belong to the cache: crop it, not a layer."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, index: int, store: Store) -> None:
+        self.index = index
+        self.store = store
+        self.columns = 0  # stored columns, padding included
+        self.pending: tuple[Tensor, Tensor] | None = None  # K and V of the columns after those
+        self.record_past = False
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[LazyStates, LazyStates]:
+        """Add K and V [batch, num_kv_heads, q_len, head_dim]; gives back K and V of all columns, lazily."""
+        if self.pending is not None:
+            self.settle()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch = self.store.paged.batch_size if self.store.paged is not None else key_states.shape[0]
+        if key_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3] or key_states.shape[0] != batch:
+            raise ValueError(
+                f"QuestCache.update: key_states and value_states must be [{batch}, num_kv_heads, q_len, head_dim], got "
+                f"{[*key_states.shape]} and {[*value_states.shape]}"
+            )
+        self.pending = key_states, value_states
+        states = States(self, self.columns + key_states.shape[2])
+        return LazyStates.of(states, 0, key_states), LazyStates.of(states, 1, value_states)
+
+    def sparse_step(self, query: Tensor, mask: Tensor | None, window: int | None, **options: Any) -> Tensor | None:
+        """Store the pending tokens and attend to the pages that query [batch, num_heads, q_len, head_dim] selects.
+
+        Returns:
+            [batch, q_len, num_heads, v_head_dim], or None if this is no sparse step, but a prompt: see `dense_step`.
+
+        Raises:
+            ValueError: the mask hides a stored token, or is a bias: selection does not know it.
+        """
+        q_len, store, start = query.shape[2], self.store, self.columns
+        if q_len > 1 and not (self.record_past and start and q_len <= MAX_DRAFT_TOKENS):
+            return None
+        options["window"] = window
+        if self.pending is None:  # K and V of another layer, which has stored them and whose mask was looked at
+            out, _ = store.paged.attend(self.index, query.transpose(1, 2), **options)  # type: ignore[union-attr]
+            return out
+        key, value = self.pending
+        real = self._real(mask)
+        if window is not None and (real is not None or store.real is not None):
+            return None  # a window is counted in columns, the pages in tokens
+        if mask is not None and not store.knows(mask, window, start):
+            if not is_plain(mask[..., : start + q_len], window, store.real, real, start):
+                return None
+            store.remember(mask, window, start)
+        if real is not None and q_len > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
+            return None  # padding between the new tokens
+        step = store.step(start, key, real)
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out, _ = store.paged.decode(self.index, q, k, v, step, **options)  # type: ignore[union-attr]
+        self._stored(key)
+        return out
+
+    def dense_step(
+        self, query: Tensor, mask: Tensor | None, window: int | None, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store the pending tokens of a prompt, or of whatever `sparse_step` left.
+
+        Returns:
+            K, V [batch, num_kv_heads, columns, head_dim] and the mask for them; None: the plain causal one, or (not
+            `causal`) none at all, and as many columns as queries.
+        """
+        q_len, given = query.shape[2], self.pending if not self.columns else None
+        self.settle(self._real(mask))
+        k, v = given or self.states()
+        columns, real = k.shape[2], self.store.real
+        real = None if real is None else real[:, :columns]
+        if mask is not None:
+            mask = mask[..., :columns]
+            if window is None and real is None:
+                return k, v, mask
+            return (
+                k,
+                v,
+                restrict(mask, visible_columns(q_len, columns, k.device, causal=False, window=window, real=real)),
+            )
+        if window is None and real is None and columns == q_len:
+            return k, v, None
+        return k, v, visible_columns(q_len, columns, k.device, causal=causal, window=window, real=real)
+
+    def _real(self, mask: Tensor | None) -> Tensor | None:
+        """Which of the pending columns are tokens [batch, q_len], None if all are (or another layer has looked)."""
+        if mask is None or self.pending is None:
+            return None
+        batch, _, count, _ = self.pending[0].shape
+        return None if self.store.has_step(self.columns, count) else real_columns(mask, self.columns, count, batch)
+
+    def settle(self, real: Tensor | None = None) -> None:
+        """Store the pending tokens; `real` bool [batch, q_len] says which are no padding, None that all are tokens."""
+        if self.pending is not None:
+            key, value = self.pending
+            step = self.store.step(self.columns, key, real)
+            self.store.paged.append(self.index, key.transpose(1, 2), value.transpose(1, 2), step)  # type: ignore[union-attr]
+            self._stored(key)
+
+    def _stored(self, key: Tensor) -> None:
+        self.columns += key.shape[2]
+        self.pending = None
+
+    def states(self) -> tuple[Tensor, Tensor]:
+        """K and V of all columns, [batch, num_kv_heads, columns, head_dim], dense; stored padding is zero."""
+        if not self.columns:
+            if self.pending is None:
+                raise ValueError(f"QuestCache: layer {self.index} has no keys yet")
+            return self.pending
+        stored = self.store.dense(self.index, self.columns)
+        if self.pending is None:
+            return stored
+        k, v = (torch.cat(pair, 2) for pair in zip(stored, self.pending, strict=True))
+        return k, v
+
+    @property
+    def keys(self) -> Tensor | None:
+        """K of all columns, made dense for the caller; None while there is none."""
+        return self.states()[0] if self.get_seq_length() else None
+
+    @property
+    def values(self) -> Tensor | None:
+        """V of all columns, made dense for the caller; None while there is none."""
+        return self.states()[1] if self.get_seq_length() else None
+
+    def get_seq_length(self) -> int:
+        """Columns, padding included."""
+        return self.columns + (0 if self.pending is None else self.pending[0].shape[2])
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """(columns with the coming ones, 0). Early versions pass positions instead of their number."""
+        q_len = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + q_len, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        self.record_past = True
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "QuestLayer: the layers of a QuestCache share one block table; call the cache's method"
+        )
+
+    reset = reorder_cache = crop = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse

@@ -1,0 +1,74 @@
+"""The tensors behind a paged cache: per layer K, V and the summaries of their pages, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quest.config import QuestConfig
+
+
+class Pools:
+    """K, V, page_min and page_max of every layer, each with its blocks as first dimension.
+
+    Layers may differ in heads, widths and dtype. Blocks nobody has written yet hold whatever the memory held.
+    """
+
+    def __init__(self, num_layers: int, config: QuestConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.k_cache: list[Tensor | None] = [None] * num_layers
+        self.v_cache: list[Tensor | None] = [None] * num_layers
+        self.page_min: list[Tensor | None] = [None] * num_layers
+        self.page_max: list[Tensor | None] = [None] * num_layers
+
+    @property
+    def kinds(self) -> tuple[list[Tensor | None], ...]:
+        return self.k_cache, self.v_cache, self.page_min, self.page_max
+
+    def layer(self, layer: int, key: Tensor, value: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tensors of one layer, made to fit `key` and `value` [batch, q_len, num_kv_heads, head_dim] if new."""
+        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        low, high = self.page_min[layer], self.page_max[layer]
+        if k_cache is None or v_cache is None or low is None or high is None:
+            self.create(layer, key.shape[2], key.shape[3], value.shape[3], key.dtype, num_blocks)
+            return self.layer(layer, key, value, num_blocks)
+        return k_cache, v_cache, low, high
+
+    def create(
+        self, layer: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, num_blocks: int
+    ) -> None:
+        block_size, pages = self.config.block_size, self.config.block_size // self.config.page_size
+        shapes = ((block_size, head_dim), (block_size, v_head_dim), (pages, head_dim), (pages, head_dim))
+        made = [torch.empty(num_blocks, num_kv_heads, *s, dtype=dtype, device=self.device) for s in shapes]
+        for pools, pool in zip(self.kinds, made, strict=True):
+            pools[layer] = pool
+
+    def grow(self, num_blocks: int) -> None:
+        """Room for `num_blocks`; each tensor is complete before it replaces the smaller one."""
+        for pools in self.kinds:
+            for layer, pool in enumerate(pools):
+                if pool is not None and pool.shape[0] < num_blocks:
+                    larger = pool.new_empty(num_blocks, *pool.shape[1:])
+                    larger[: pool.shape[0]] = pool
+                    pools[layer] = larger
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), in every layer: K, V and summaries."""
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.device).T
+        for pools in self.kinds:
+            for pool in pools:
+                if pool is not None:
+                    pool.index_copy_(0, target, pool.index_select(0, source))
+
+    def gather(self, pool: Tensor, block_table: Tensor, seq_lens: Tensor, length: int) -> Tensor:
+        """Rows as dense tensors [batch, num_kv_heads, length, head_dim], zero beyond each row's length."""
+        places = block_table[:, : -(-length // self.config.block_size)].clamp_min(0).long()
+        dense = pool.transpose(0, 1)[:, places].transpose(0, 1)  # [batch, num_kv_heads, blocks, block_size, head_dim]
+        dense = dense.flatten(2, 3)[:, :, :length]
+        beyond = torch.arange(length, device=self.device) >= seq_lens[:, None]
+        return dense.masked_fill_(beyond[:, None, :, None], 0) if bool(beyond.any()) else dense
