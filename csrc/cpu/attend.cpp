@@ -48,12 +48,20 @@ static void write(const AttendParams& p, const Unit& u, const State& s, int64_t 
   });
 }
 
-// One tile of rows: logits, then the running softmax.
+// A tile of rows: K and V of up to kTileRows tokens, from any pages.
 template <typename T>
-static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int64_t heads, const T* const* k,
-                        const T* const* v, int n, State& s, int64_t lda) {
+struct Tile {
+  const T *k[kTileRows], *v[kTileRows];
+  int n;
+};
+
+// Logits of one tile, then the running softmax.
+template <typename T>
+static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int64_t heads, const Tile<T>& tile,
+                        State& s, int64_t lda) {
+  const int n = tile.n;
   alignas(64) float logits[kTileHeads * kTileRows];
-  dot<false>(q, ldq, heads, k, n, p.k_cache.dim, logits, kTileRows);
+  dot(Factors<T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows);
   for (int64_t h = 0; h < heads; h++) {
     float* l = logits + h * kTileRows;
     float best = s.best[h];
@@ -78,49 +86,83 @@ static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int6
     s.total[h] += sum(total);
     s.best[h] = best;
   }
-  mix(logits, kTileRows, heads, v, n, p.v_cache.dim, s.acc, lda);
+  mix(logits, kTileRows, heads, tile.v, n, p.v_cache.dim, s.acc, lda);
 }
+
+// The rows of a unit's pages, one tile after the other.
+template <typename T>
+class RowWalk {
+ public:
+  RowWalk(const AttendParams& p, const Unit& u, int64_t split) : p_(p), u_(u), span_(p.seq.span(u.b, u.t)) {
+    int64_t begin = span_.first_page, end = span_.pos < 0 ? begin : span_.end_page;
+    if (p.page_idx) {
+      idx_ = p.page_idx + u.b * p.idx_stride_batch + u.t * p.idx_stride_token + u.sel_head * p.idx_stride_head;
+      begin = 0, end = span_.pos < 0 ? 0 : p.max_selected;
+      while (end > 0 && idx_[end - 1] < 0) end--;  // -1 fills the end
+    }
+    const int64_t pages = end - begin;
+    next_ = begin + pages * split / p.num_splits;
+    end_ = begin + pages * (split + 1) / p.num_splits;
+    k_head_ = static_cast<T*>(p.k_cache.data) + u.kv_head * p.k_cache.stride_head;
+    v_head_ = static_cast<T*>(p.v_cache.data) + u.kv_head * p.v_cache.stride_head;
+  }
+
+  // Fill a tile and ask for its rows; false when there are none left.
+  bool fill(Tile<T>& tile) {
+    tile.n = 0;
+    while (tile.n < kTileRows) {
+      if (token_ == stop_ && !next_page()) break;
+      tile.k[tile.n] = k_row_;
+      tile.v[tile.n++] = v_row_;
+      prefetch(k_row_, p_.k_cache.dim);
+      prefetch(v_row_, p_.v_cache.dim);
+      k_row_ += p_.k_cache.stride_row;
+      v_row_ += p_.v_cache.stride_row;
+      token_++;
+    }
+    return tile.n > 0;
+  }
+
+ private:
+  // Set the rows of the next page of which the token sees something.
+  bool next_page() {
+    const Sequences& seq = p_.seq;
+    while (next_ < end_) {
+      const int64_t page = idx_ ? idx_[next_] : next_;
+      next_++;
+      if (page < span_.first_page || page >= span_.end_page) continue;
+      token_ = page * seq.page_size;
+      stop_ = token_ + seq.page_size;
+      token_ = token_ < span_.first_token ? span_.first_token : token_;
+      stop_ = stop_ > span_.pos + 1 ? span_.pos + 1 : stop_;
+      const int64_t block = seq.block(u_.b, token_ / seq.block_size), offset = token_ % seq.block_size;
+      if (block < 0) continue;
+      k_row_ = k_head_ + block * p_.k_cache.stride_block + offset * p_.k_cache.stride_row;
+      v_row_ = v_head_ + block * p_.v_cache.stride_block + offset * p_.v_cache.stride_row;
+      return true;
+    }
+    token_ = stop_ = 0;
+    return false;
+  }
+
+  const AttendParams& p_;
+  const Unit& u_;
+  const Span span_;
+  const int32_t* idx_ = nullptr;
+  const T *k_head_, *v_head_, *k_row_ = nullptr, *v_row_ = nullptr;
+  int64_t next_, end_, token_ = 0, stop_ = 0;
+};
 
 template <typename T>
 static void attend_pages(T*, const AttendParams& p, const Unit& u, int64_t split, const float* q, int64_t ldq, State& s,
                          int64_t lda) {
-  const Sequences& seq = p.seq;
-  const Span span = seq.span(u.b, u.t);
-  if (span.pos < 0) return;
-  const int32_t* idx = nullptr;
-  int64_t begin = span.first_page, end = span.end_page;
-  if (p.page_idx) {
-    idx = p.page_idx + u.b * p.idx_stride_batch + u.t * p.idx_stride_token + u.sel_head * p.idx_stride_head;
-    begin = 0, end = p.max_selected;
-    while (end > 0 && idx[end - 1] < 0) end--;  // -1 fills the end
+  RowWalk<T> walk(p, u, split);
+  Tile<T> tiles[2];  // the one being attended to and the next, whose rows are on their way
+  int turn = 0;
+  for (bool more = walk.fill(tiles[0]); more; turn ^= 1) {
+    more = walk.fill(tiles[turn ^ 1]);
+    attend_rows(p, q, ldq, u.heads, tiles[turn], s, lda);
   }
-  const int64_t pages = end - begin;
-  const int64_t from = begin + pages * split / p.num_splits, to = begin + pages * (split + 1) / p.num_splits;
-
-  const T* k_head = static_cast<T*>(p.k_cache.data) + u.kv_head * p.k_cache.stride_head;
-  const T* v_head = static_cast<T*>(p.v_cache.data) + u.kv_head * p.v_cache.stride_head;
-  const T *k[kTileRows], *v[kTileRows];
-  int n = 0;
-  for (int64_t i = from; i < to; i++) {
-    const int64_t page = idx ? idx[i] : i;
-    if (page < span.first_page || page >= span.end_page) continue;
-    int64_t token = page * seq.page_size, stop = token + seq.page_size;
-    const int64_t block = seq.block(u.b, token / seq.block_size), offset = token % seq.block_size;
-    if (block < 0) continue;
-    const T* k_row = k_head + block * p.k_cache.stride_block + offset * p.k_cache.stride_row;
-    const T* v_row = v_head + block * p.v_cache.stride_block + offset * p.v_cache.stride_row;
-    stop = stop > span.pos + 1 ? span.pos + 1 : stop;
-    for (; token < stop; token++, k_row += p.k_cache.stride_row, v_row += p.v_cache.stride_row) {
-      if (token < span.first_token) continue;
-      k[n] = k_row;
-      v[n] = v_row;
-      if (++n == kTileRows) {
-        attend_rows(p, q, ldq, u.heads, k, v, n, s, lda);
-        n = 0;
-      }
-    }
-  }
-  if (n) attend_rows(p, q, ldq, u.heads, k, v, n, s, lda);
 }
 
 void attend(const AttendParams& p, int64_t unit, int64_t split) {

@@ -4,31 +4,48 @@
 
 namespace quest::cpu::QUEST_ISA {
 
+// A tile of pages of one row and KV head: where their summaries are.
+template <typename T>
+struct Pages {
+  const T *low[kTileRows], *high[kTileRows];
+  int n;
+  bool absent;  // some have no block
+
+  void find(const ScoreParams& p, int64_t b, int64_t kv_head, int64_t page, int64_t last) {
+    const Sequences& seq = p.seq;
+    const int64_t pages_per_block = seq.block_size / seq.page_size;
+    n = last - page < kTileRows ? static_cast<int>(last - page) : kTileRows;
+    absent = false;
+    for (int i = 0; i < n; i++) {
+      int64_t block = seq.block(b, (page + i) / pages_per_block);
+      absent |= block < 0;
+      block = block < 0 ? 0 : block;
+      const int64_t r = (page + i) % pages_per_block;
+      low[i] = static_cast<T*>(p.page_min.data) + block * p.page_min.stride_block + kv_head * p.page_min.stride_head +
+               r * p.page_min.stride_row;
+      high[i] = static_cast<T*>(p.page_max.data) + block * p.page_max.stride_block + kv_head * p.page_max.stride_head +
+                r * p.page_max.stride_row;
+      prefetch(low[i], p.page_min.dim);
+      prefetch(high[i], p.page_max.dim);
+    }
+  }
+};
+
 // above . page_max + below . page_min for the query heads of one tile and pages [first, last) of row b.
 template <typename T>
 static void score_pages(T*, const ScoreParams& p, int64_t b, int64_t kv_head, const float* above, const float* below,
                         int64_t ldq, int64_t heads, int64_t first, int64_t last, float* raw) {
   const Sequences& seq = p.seq;
   const int64_t pages_per_block = seq.block_size / seq.page_size;
-  const T* low = static_cast<T*>(p.page_min.data) + kv_head * p.page_min.stride_head;
-  const T* high = static_cast<T*>(p.page_max.data) + kv_head * p.page_max.stride_head;
-  for (int64_t page = first; page < last; page += kTileRows) {
-    const int n = last - page < kTileRows ? static_cast<int>(last - page) : kTileRows;
-    const T *lows[kTileRows], *highs[kTileRows];
-    bool absent = false;
-    for (int64_t i = 0; i < n; i++) {
-      int64_t block = seq.block(b, (page + i) / pages_per_block);
-      absent |= block < 0;
-      block = block < 0 ? 0 : block;
-      const int64_t r = (page + i) % pages_per_block;
-      lows[i] = low + block * p.page_min.stride_block + r * p.page_min.stride_row;
-      highs[i] = high + block * p.page_max.stride_block + r * p.page_max.stride_row;
-    }
+  Pages<T> tiles[2];  // the one being scored and the next
+  tiles[0].find(p, b, kv_head, first, last);
+  for (int64_t page = first, turn = 0; page < last; page += kTileRows, turn ^= 1) {
+    const Pages<T>& now = tiles[turn];
+    if (page + kTileRows < last) tiles[turn ^ 1].find(p, b, kv_head, page + kTileRows, last);
     float* to = raw + page;
-    dot<false>(above, ldq, heads, highs, n, p.query.dim, to, seq.max_pages);
-    dot<true>(below, ldq, heads, lows, n, p.query.dim, to, seq.max_pages);
-    if (!absent) continue;
-    for (int64_t i = 0; i < n; i++)
+    dot(Factors<T, 2>{{above, below}, {now.high, now.low}}, heads, now.n, ldq, p.query.dim, to, seq.max_pages);
+    if (!now.absent) continue;
+    for (int i = 0; i < now.n; i++)
       if (seq.block(b, (page + i) / pages_per_block) < 0)
         for (int64_t h = 0; h < heads; h++) to[h * seq.max_pages + i] = -kInf;
   }

@@ -9,59 +9,76 @@ namespace quest::cpu::QUEST_ISA {
 constexpr int kTileHeads = 16;  // query heads attended to together
 constexpr int kTileRows = 64;   // rows of the cache per tile
 
-// dots[h][r] (+)= q[h] . rows[r] for H heads and R rows. q is padded with zeros to a multiple of W.
-template <int H, int R, bool kAdd, typename T>
-QUEST_INLINE void dot_tile(const float* q, int64_t ldq, const T* const* rows, int64_t dim, float* dots, int64_t ldd) {
-  Vec acc[H][R] = {};
-  int64_t d = 0;
-  for (; d + W <= dim; d += W) {
-    Vec k[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) k[r] = load(rows[r] + d);
-#pragma GCC unroll 8
-    for (int h = 0; h < H; h++) {
-      const Vec qh = load(q + h * ldq + d);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[h][r] += qh * k[r];
-    }
-  }
-  if (d < dim) {
-    for (int r = 0; r < R; r++) {
-      const Vec k = load_n(rows[r] + d, dim - d);
-      for (int h = 0; h < H; h++) acc[h][r] += load(q + h * ldq + d) * k;
-    }
-  }
-#pragma GCC unroll 8
-  for (int h = 0; h < H; h++) {
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      float& to = dots[h * ldd + r];
-      to = kAdd ? to + sum(acc[h][r]) : sum(acc[h][r]);
-    }
-  }
-}
+// S inner products that are added up: S = 1 for q . k, S = 2 for above . page_max + below . page_min.
+template <typename T, int S>
+struct Factors {
+  const float* q[S];          // [heads, ldq], padded with zeros to a multiple of W
+  const T* const* rows[S];    // [n] pointers to rows of dim values
+};
 
-template <int H, bool kAdd, typename T>
-QUEST_INLINE void dot_rows(const float* q, int64_t ldq, const T* const* rows, int n, int64_t dim, float* dots,
+// dots[h][r] = sum_s q[s][head + h] . rows[s][row + r] for H heads and R rows, H * R <= 8
+template <int H, int R, typename T, int S>
+QUEST_INLINE void dot_tile(const Factors<T, S>& f, int64_t head, int row, int64_t ldq, int64_t dim, float* dots,
                            int64_t ldd) {
-  constexpr int R = H == 1 ? 4 : 2;
-  int r = 0;
-  for (; r + R <= n; r += R) dot_tile<H, R, kAdd>(q, ldq, rows + r, dim, dots + r, ldd);
-  for (; r < n; r++) dot_tile<H, 1, kAdd>(q, ldq, rows + r, dim, dots + r, ldd);
+  Vec acc[8] = {};
+#pragma GCC unroll 2
+  for (int s = 0; s < S; s++) {
+    const float* q = f.q[s] + head * ldq;
+    const T* const* rows = f.rows[s] + row;
+    int64_t d = 0;
+    for (; d + W <= dim; d += W) {
+      Vec k[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) k[r] = load(rows[r] + d);
+#pragma GCC unroll 8
+      for (int h = 0; h < H; h++) {
+        const Vec qh = load(q + h * ldq + d);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[h * R + r] += qh * k[r];
+      }
+    }
+    if (d < dim) {
+      for (int r = 0; r < R; r++) {
+        const Vec k = load_n(rows[r] + d, dim - d);
+        for (int h = 0; h < H; h++) acc[h * R + r] += load(q + h * ldq + d) * k;
+      }
+    }
+  }
+  float sums[8];
+  sum_each<H * R>(acc, sums);
+#pragma GCC unroll 8
+  for (int h = 0; h < H; h++)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) dots[(head + h) * ldd + row + r] = sums[h * R + r];
 }
 
-// dots[h][r] (+)= q[h] . rows[r]
-template <bool kAdd, typename T>
-inline void dot(const float* q, int64_t ldq, int64_t heads, const T* const* rows, int n, int64_t dim, float* dots,
-                int64_t ldd) {
+template <int H, typename T, int S>
+QUEST_INLINE void dot_rows(const Factors<T, S>& f, int64_t head, int n, int64_t ldq, int64_t dim, float* dots,
+                           int64_t ldd) {
+  constexpr int R = 8 / H;
+  int r = 0;
+  for (; r + R <= n; r += R) dot_tile<H, R>(f, head, r, ldq, dim, dots, ldd);
+  for (; r < n; r++) dot_tile<H, 1>(f, head, r, ldq, dim, dots, ldd);
+}
+
+// dots[h][r] = sum_s q[s][h] . rows[s][r]
+template <typename T, int S>
+inline void dot(const Factors<T, S>& f, int64_t heads, int n, int64_t ldq, int64_t dim, float* dots, int64_t ldd) {
   int64_t h = 0;
-  for (; h + 4 <= heads; h += 4) dot_rows<4, kAdd>(q + h * ldq, ldq, rows, n, dim, dots + h * ldd, ldd);
+  for (; h + 4 <= heads; h += 4) dot_rows<4>(f, h, n, ldq, dim, dots, ldd);
   switch (heads - h) {
-    case 3: return dot_rows<3, kAdd>(q + h * ldq, ldq, rows, n, dim, dots + h * ldd, ldd);
-    case 2: return dot_rows<2, kAdd>(q + h * ldq, ldq, rows, n, dim, dots + h * ldd, ldd);
-    case 1: return dot_rows<1, kAdd>(q + h * ldq, ldq, rows, n, dim, dots + h * ldd, ldd);
+    case 3: return dot_rows<3>(f, h, n, ldq, dim, dots, ldd);
+    case 2: return dot_rows<2>(f, h, n, ldq, dim, dots, ldd);
+    case 1: return dot_rows<1>(f, h, n, ldq, dim, dots, ldd);
     default: return;
   }
+}
+
+// Ask for a row that the next tile reads: pages lie anywhere, so the hardware does not foresee them.
+template <typename T>
+QUEST_INLINE void prefetch(const T* row, int64_t dim) {
+  const char* p = reinterpret_cast<const char*>(row);
+  for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i);
 }
 
 template <int H, int C, typename T>

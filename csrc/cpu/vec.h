@@ -147,19 +147,39 @@ QUEST_INLINE void by_dtype(DType dtype, const F& f) {
 
 // ---- arithmetic ----
 
-QUEST_INLINE float sum(Vec v) {
-#if defined(__AVX512F__)
-  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_maskz_extractf32x8_ps(0xff, (__m512)v, 1));
-#elif defined(__AVX2__)
-  const __m256 y = (__m256)v;
-#endif
 #if defined(__AVX2__)
+// The upper half added to the lower.
+QUEST_INLINE __m256 fold(Vec v) {
+#if defined(__AVX512F__)
+  return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_maskz_extractf32x8_ps(0xff, (__m512)v, 1));
+#else
+  return (__m256)v;
+#endif
+}
+#endif
+
+QUEST_INLINE float sum(Vec v) {
+#if defined(__AVX2__)
+  const __m256 y = fold(v);
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 #else
   return (v[0] + v[2]) + (v[1] + v[3]);
 #endif
+}
+// The sums of N <= 8 vectors, where it pays by adding and transposing all of them at once.
+template <int N>
+QUEST_INLINE void sum_each(const Vec (&v)[8], float* sums) {
+#if defined(__AVX2__)
+  if constexpr (N > 2) {
+    auto pair = [&](int i) { return _mm256_hadd_ps(fold(v[i]), fold(v[i + 1])); };
+    const __m256 a = _mm256_hadd_ps(pair(0), pair(2)), b = _mm256_hadd_ps(pair(4), pair(6));
+    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+    return;
+  }
+#endif
+  for (int i = 0; i < N; i++) sums[i] = sum(v[i]);
 }
 // Maximum that passes over NaN: false comparisons keep what is there.
 QUEST_INLINE float max_known(float m, float x) { return x > m ? x : m; }
