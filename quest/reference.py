@@ -131,14 +131,17 @@ def select(
             first_new = max(0, length - q_len) // page_size
             visible = pos + 1 if window is None else min(window, pos + 1)
             tokens = math.ceil(budget * (pos + 1)) if isinstance(budget, float) else budget
-            forced = {p for p in range(first, last + 1) if p < sink or p > last - recent or (q_len > 1 and p >= first_new)}
+            forced = {
+                p for p in range(first, last + 1) if p < sink or p > last - recent or (q_len > 1 and p >= first_new)
+            }
             total = last - first + 1
             count = total if tokens >= visible else min(total, max(tokens // page_size, len(forced)))
             count = min(count, width)
             for h in range(heads):
                 s = scores[b, t, h].tolist()
                 order = sorted(
-                    range(first, last + 1), key=lambda p: (p not in forced, math.isnan(s[p]), -s[p] if s[p] == s[p] else 0, p)
+                    range(first, last + 1),
+                    key=lambda p: (p not in forced, math.isnan(s[p]), -s[p] if s[p] == s[p] else 0, p),
                 )
                 page_idx[b, t, h, :count] = torch.tensor(sorted(order[:count]), dtype=torch.int32)
                 counts[b, t, h] = count
@@ -210,12 +213,15 @@ def attend(
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.logaddexp(lse_a, lse_b)
-    parts = []
-    for out, part in ((out_a, lse_a), (out_b, lse_b)):
-        weight = torch.where(part == NEG_INF, 0.0, torch.where(part == lse, 1.0, (part - lse).exp()))[..., None]
-        parts.append(torch.where(weight == 0, 0.0, weight * _accumulate(out)))
-    return (parts[0] + parts[1]).to(out_a.dtype), lse
+    top = torch.maximum(lse_a, lse_b)
+    total, mixed = torch.zeros_like(top), torch.zeros_like(_accumulate(out_a))
+    for out, lse in ((out_a, lse_a), (out_b, lse_b)):
+        # Weights relative to the larger part, not to the sum: that one may round to the part itself.
+        weight = torch.where(lse == NEG_INF, 0.0, torch.where(lse == top, 1.0, (lse - top).exp()))
+        total += weight
+        mixed += torch.where(weight[..., None] == 0, 0.0, weight[..., None] * _accumulate(out))
+    mixed = torch.where(total[..., None] == 0, 0.0, mixed / total[..., None])
+    return mixed.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
 def decode(

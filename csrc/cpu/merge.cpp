@@ -9,12 +9,13 @@ void merge(const MergeParams& p, int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++) {
       const float a = p.lse_a[r], b = p.lse_b[r];
       const float top = a > b || a != a ? a : b, low = top == a ? b : a;
-      const float lse = low == top ? top + (top == -kInf ? 0.0f : 0.693147181f)
-                                   : top + __builtin_log1pf(__builtin_expf(low - top));
-      auto weight = [&](float part) {
-        return part == -kInf ? 0.0f : part == lse ? 1.0f : __builtin_expf(part - lse);
-      };
-      const float wa = weight(a), wb = weight(b);
+      const float lse =
+          low == top ? top + (top == -kInf ? 0.0f : 0.693147181f) : top + __builtin_log1pf(__builtin_expf(low - top));
+      // Weights relative to the larger part, not to the sum: that one may round to the part itself.
+      auto weight = [&](float part) { return part == -kInf ? 0.0f : part == top ? 1.0f : __builtin_expf(part - top); };
+      float wa = weight(a), wb = weight(b);
+      const float total = wa + wb, norm = total == 0 ? 0.0f : 1.0f / total;
+      wa *= norm, wb *= norm;
       const T out_a = static_cast<T>(const_cast<void*>(p.out_a)) + r * p.dim;
       const T out_b = static_cast<T>(const_cast<void*>(p.out_b)) + r * p.dim;
       const T out = static_cast<T>(p.out) + r * p.dim;
