@@ -13,6 +13,7 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 1024
+MAX_NUMBER = torch.finfo(torch.float32).max  # the kernels' numbers are float32
 
 
 class Args:
@@ -34,12 +35,16 @@ class Args:
     def fail(self, name: str, rule: str, got: object, kind: type[Exception] = ValueError) -> None:
         raise kind(f"{self.op}: {name} {rule}, got {got}")
 
+    def tensor(self, name: str, x: Any) -> Tensor:
+        if not isinstance(x, Tensor):
+            self.fail(name, "must be a tensor", type(x).__name__, TypeError)
+        return x
+
     def add(
         self, name: str, x: Any, dims: str, dtypes: tuple[torch.dtype, ...], like: tuple[str, Tensor] | None = None
     ) -> None:
-        """Check one tensor: type, dtype (one of `dtypes`, or that of the argument `like`), device, shape, last stride."""
-        if not isinstance(x, Tensor):
-            self.fail(name, "must be a tensor", type(x).__name__, TypeError)
+        """Check a tensor: type, dtype (in `dtypes`, and that of the argument `like`), device, shape, last stride."""
+        self.tensor(name, x)
         if x.dtype not in dtypes:
             self.fail(name, f"must have dtype {' or '.join(map(_short, dtypes))}", _short(x.dtype), TypeError)
         if like is not None and x.dtype != like[1].dtype:
@@ -57,14 +62,15 @@ class Args:
             elif self.sizes[dim][0] != size:
                 known, of = self.sizes[dim]
                 self.fail(name, f"must be [{', '.join(names)}] with {dim} {known} as in {of}", f"shape {_shape(x)}")
-        if x.shape[-1] > 1 and x.stride(-1) != 1:
+        if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
             self.fail(name, "must be contiguous in its last dimension", f"strides {tuple(x.stride())}")
         if x.requires_grad and torch.is_grad_enabled():
             self.fail(name, "must not require grad (no backward here: use torch.no_grad())", "requires_grad=True")
 
     def heads(self) -> None:
-        if self["num_kv_heads"] < 1 or self["num_heads"] % self["num_kv_heads"]:
-            self.fail("query", f"must have a multiple of {self['num_kv_heads']} heads (num_kv_heads)", self["num_heads"])
+        heads, kv_heads = self["num_heads"], self["num_kv_heads"]
+        if kv_heads < 1 or heads < 1 or heads % kv_heads:
+            self.fail("query", f"must have a multiple of {kv_heads} heads (num_kv_heads)", heads)
 
     def head_dim(self, dim: str = "head_dim") -> None:
         if not 1 <= self[dim] <= MAX_HEAD_DIM:
@@ -76,18 +82,30 @@ class Args:
             self.fail("page_size", f"must divide block_size {self['block_size']}", page_size)
 
     def at_least(self, name: str, value: Any, low: int) -> None:
-        if isinstance(value, (bool, float)) or isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
             self.fail(name, "must be an int", repr(value), TypeError)
         if value < low:
             self.fail(name, f"must be at least {low}", value)
+
+    def number(self, name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            self.fail(name, "must be a number", repr(value), TypeError)
+
+    def positive(self, name: str, value: Any) -> None:
+        """Check a number or None: above 0 and finite."""
+        if value is not None:
+            self.number(name, value)
+            if not 0 < value <= MAX_NUMBER:
+                self.fail(name, "must be positive and finite", value)
 
     def window(self, window: Any) -> None:
         if window is not None:
             self.at_least("window", window, 1)
 
-    def softcap(self, softcap: Any) -> None:
-        if softcap is not None and not softcap > 0:
-            self.fail("softcap", "must be positive or None", softcap)
+    def slack(self, slack: Any) -> None:
+        self.number("slack", slack)
+        if not 0 <= slack <= 1:
+            self.fail("slack", "must be in [0, 1]", slack)
 
     def sinks(self, sinks: Any) -> Tensor | None:
         """The attention sink logits as a kernel takes them, contiguous float32."""

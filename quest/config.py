@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,19 @@ class QuestConfig:
 def forced_pages(sink_tokens: int, recent_tokens: int, page_size: int) -> tuple[int, int]:
     """Forced pages at the old and at the new end: (sink pages, recent pages)."""
     return -(-sink_tokens // page_size), max(1, -(-recent_tokens // page_size))
+
+
+def max_selected(
+    max_pages: Any, q_len: Any, page_size: int, budget: int | float, sink: int, recent: int, window: int | None
+) -> Any:
+    """The most pages that `select` can name, the width of `page_idx`. `sink` and `recent` are pages."""
+    if isinstance(budget, float):
+        by_budget = -(-math.ceil(budget * page_size * max_pages) // page_size)
+    else:
+        by_budget = -(-budget // page_size)
+    by_budget += window is not None  # a window may start inside a page
+    by_force = sink + (recent if q_len == 1 else max(recent, (q_len - 2) // page_size + 2))
+    return min(max_pages, max(by_budget, by_force))
 
 
 def check_layer(layer: LayerConfig, page_size: int, op: str = "QuestConfig") -> None:

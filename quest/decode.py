@@ -12,13 +12,14 @@ scores. `backend="verbs"` calls them one by one, and `backend="reference"` the p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from quest import backends, ops, reference
 from quest.checks import FLOATS, Args
-from quest.config import QuestConfig, forced_pages
-from quest.fakes import max_selected
+from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
 
 
 def decode(
@@ -61,26 +62,35 @@ def decode(
     Returns:
         out [batch, q_len, num_heads, v_head_dim] in the query's dtype, lse float32 [batch, q_len, num_heads].
     """
-    squeeze = query.dim() == 3
-    if squeeze:
-        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
     args = Args("decode")
+    squeeze = args.tensor("query", query).dim() == 3
+    if squeeze:
+        query = query.unsqueeze(1)
+        key, value = (args.tensor(name, x).unsqueeze(1) for name, x in (("key", key), ("value", value)))
     args.add("query", query, ops.QUERY, FLOATS)
     key, value, slot_mapping = ops._append_args(args, key, value, k_cache, v_cache, slot_mapping)
     args.heads()
     ops._summary_args(args, page_min, page_max, k_cache)
     ops._sequence_args(args, block_table, seq_lens)
+    args.positive("softmax_scale", softmax_scale)
+    args.positive("softcap", softcap)
     args.window(window)
-    args.softcap(softcap)
     sinks = args.sinks(sinks)
+    if not isinstance(config, QuestConfig):
+        args.fail("config", "must be a QuestConfig", type(config).__name__, TypeError)
+    args.at_least("layer_idx", layer_idx, 0)
     page_size = args["block_size"] // args["pages_per_block"]
     if config.page_size != page_size:
         args.fail("config", f"must have the page_size of the summaries, {page_size}", config.page_size)
 
     tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
-    options = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window, check=check)
-    run = {"cpu": _fused, "verbs": _verbs, "reference": reference.decode}[backends.choose(backend, query.device)]
-    out, lse = run(*tensors, config=config, layer_idx=layer_idx, **options)  # type: ignore[operator]
+    options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
+    chosen = backends.choose(backend, query.device)
+    if chosen == "reference":
+        out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options)
+    else:
+        run = _fused if chosen == "cpu" else _verbs
+        out, lse = run(*tensors, config.layer(layer_idx), page_size, check=check, **options)
     return (out.squeeze(1), lse.squeeze(1)) if squeeze else (out, lse)
 
 
@@ -95,58 +105,31 @@ def _verbs(
     block_table: Tensor,
     seq_lens: Tensor,
     slot_mapping: Tensor,
+    layer: LayerConfig,
+    page_size: int,
     *,
-    config: QuestConfig,
-    layer_idx: int,
     softmax_scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
     window: int | None,
     check: bool,
 ) -> tuple[Tensor, Tensor]:
-    layer, page_size = config.layer(layer_idx), config.page_size
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
+
     num_new = torch.full_like(seq_lens, query.shape[1])
     ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
+
+    seen = dict(page_size=page_size, window=window, check=check)
     page_idx = None
     if not layer.dense:
-        scores = ops.score(
-            query,
-            page_min,
-            page_max,
-            block_table,
-            seq_lens,
-            page_size=page_size,
-            softmax_scale=softmax_scale,
-            slack=layer.slack,
-            group_rule=layer.group_rule,
-            window=window,
-            check=check,
-        )
-        page_idx, _ = ops.select(
-            scores,
-            seq_lens,
-            page_size=page_size,
-            budget=layer.budget,
-            sink_tokens=layer.sink_tokens,
-            recent_tokens=layer.recent_tokens,
-            window=window,
-            check=check,
-        )
-    return ops.attend(
-        query,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        page_idx,
-        page_size=page_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        window=window,
-        check=check,
-    )
+        agree: dict[str, Any] = dict(softmax_scale=softmax_scale, slack=layer.slack, group_rule=layer.group_rule)
+        scores = ops.score(query, page_min, page_max, block_table, seq_lens, **agree, **seen)
+
+        forced = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
+        page_idx, _ = ops.select(scores, seq_lens, budget=layer.budget, **forced, **seen)
+
+    logits: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
+    return ops.attend(query, k_cache, v_cache, block_table, seq_lens, page_idx, **logits, **seen)
 
 
 def _fused(
@@ -160,16 +143,15 @@ def _fused(
     block_table: Tensor,
     seq_lens: Tensor,
     slot_mapping: Tensor,
+    layer: LayerConfig,
+    page_size: int,
     *,
-    config: QuestConfig,
-    layer_idx: int,
     softmax_scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
     window: int | None,
     check: bool,
 ) -> tuple[Tensor, Tensor]:
-    layer, page_size = config.layer(layer_idx), config.page_size
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
     max_pages = block_table.shape[1] * page_min.shape[2]
     return torch.ops.quest.decode(

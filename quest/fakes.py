@@ -1,27 +1,13 @@
-"""Fake kernels: what torch.compile needs to know of the ops' outputs, and the width of a selection."""
+"""Fake kernels: what torch.compile needs to know of the ops' outputs."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import quest._C  # type: ignore[import-not-found]  # noqa: F401  # registers the ops
-
-
-def max_selected(
-    max_pages: Any, q_len: Any, page_size: int, budget: int | float, sink: int, recent: int, window: int | None
-) -> Any:
-    """The most pages that `select` can name, the width of `page_idx`. `sink` and `recent` are pages."""
-    if isinstance(budget, float):
-        by_budget = -(-math.ceil(budget * page_size * max_pages) // page_size)
-    else:
-        by_budget = -(-budget // page_size)
-    by_budget += window is not None  # a window may start inside a page
-    by_force = sink + (recent if q_len == 1 else max(recent, (q_len - 2) // page_size + 2))
-    return min(max_pages, max(by_budget, by_force))
 
 
 def _nothing(*args: Any) -> None:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import quest.fakes  # noqa: F401  # registers the fake kernels
 from quest.checks import FLOATS, Args
-from quest.config import GROUP_RULES, check_budget, forced_pages
-from quest.fakes import max_selected
+from quest.config import GROUP_RULES, check_budget, forced_pages, max_selected
 
 INT32, INT64 = (torch.int32,), (torch.int64,)
 QUERY = "batch q_len num_heads head_dim"
@@ -90,8 +89,8 @@ def score(
     """Score every page by the query.
 
     A query head's score of a page is `sum_d max_d (q_d + slack |q_d|)/2 + min_d (q_d - slack |q_d|)/2`; slack 1 is
-    `sum_d max(q_d min_d, q_d max_d)`, Quest's bound (arXiv 2406.10774, equation 1), never below a `q.k` of the page. The
-    heads of a group then agree by `group_rule`: "softmax" (mean over heads of the softmax over pages of
+    `sum_d max(q_d min_d, q_d max_d)`, Quest's bound (arXiv 2406.10774, equation 1), never below a `q.k` of the page.
+    The heads of a group then agree by `group_rule`: "softmax" (mean over heads of the softmax over pages of
     `softmax_scale * score`), "relative" (maximum over heads of the score minus the head's best) or "per_head" (they
     don't: one score per query head).
 
@@ -104,13 +103,16 @@ def score(
         max_pages = max_blocks * block_size / page_size. Pages that a token may not score are -inf: beyond it, outside
         its window, or with a later token in their summary. NaN where a head's score is NaN.
     """
-    args, squeeze, query = Args("score"), query.dim() == 3, _with_q_len(query)
+    args = Args("score")
+    squeeze, query = args.tensor("query", query).dim() == 3, _with_q_len(query)
     args.add("query", query, QUERY, FLOATS)
     args.add("page_min", page_min, SUMMARY, FLOATS)
     args.add("page_max", page_max, SUMMARY, FLOATS, ("page_min", page_min))
     args.heads()
     args.head_dim()
     args.at_least("page_size", page_size, 1)
+    args.positive("softmax_scale", softmax_scale)
+    args.slack(slack)
     args.window(window)
     _sequence_args(args, block_table, seq_lens)
     if group_rule not in GROUP_RULES:
@@ -148,7 +150,8 @@ def select(
         page_idx: int32 [batch, q_len, heads, max_selected], ascending, -1 = unused.
         counts: int32 [batch, q_len, heads], how many are used.
     """
-    args, squeeze, scores = Args("select"), scores.dim() == 3, _with_q_len(scores)
+    args = Args("select")
+    squeeze, scores = args.tensor("scores", scores).dim() == 3, _with_q_len(scores)
     args.add("scores", scores, "batch q_len heads max_pages", (torch.float32,))
     args.add("seq_lens", seq_lens, "batch", INT32)
     args.at_least("page_size", page_size, 1)
@@ -185,8 +188,8 @@ def attend(
     `page_idx` that are not after the token and not before its window, with K and V repeated for the heads of a group.
 
     Args:
-        page_idx: int32 [batch, q_len, num_kv_heads or num_heads, max_selected] (no q_len for a 3-D query), ascending, -1
-            at the end; None = every page.
+        page_idx: int32 [batch, q_len, num_kv_heads or num_heads, max_selected] (no q_len for a 3-D query), ascending,
+            -1 at the end; None = every page.
         page_size: block_size if None.
         softmax_scale: head_dim ** -0.5 if None.
         softcap: soft cap of the logits, None = none.
@@ -197,17 +200,19 @@ def attend(
         out: [batch, q_len, num_heads, v_head_dim] in the query's dtype; 0 where a token sees nothing.
         lse: float32 [batch, q_len, num_heads], log-sum-exp of the logits, sinks included; -inf where it sees nothing.
     """
-    args, squeeze, query = Args("attend"), query.dim() == 3, _with_q_len(query)
+    args = Args("attend")
+    squeeze, query = args.tensor("query", query).dim() == 3, _with_q_len(query)
     args.add("query", query, QUERY, FLOATS)
     _cache_args(args, k_cache, v_cache)
     args.heads()
     page_size = args["block_size"] if page_size is None else page_size
     args.page_size(page_size)
     _sequence_args(args, block_table, seq_lens)
+    args.positive("softmax_scale", softmax_scale)
+    args.positive("softcap", softcap)
     args.window(window)
-    args.softcap(softcap)
     if page_idx is not None:
-        page_idx = page_idx.unsqueeze(1) if page_idx.dim() == 3 else page_idx
+        page_idx = _with_q_len(args.tensor("page_idx", page_idx))
         args.add("page_idx", page_idx, "batch q_len sel_heads max_selected", INT32)
         if args["sel_heads"] not in (args["num_kv_heads"], args["num_heads"]):
             args.fail("page_idx", "must have num_kv_heads or num_heads heads", args["sel_heads"])
@@ -238,12 +243,13 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         out_a, out_b: [..., head_dim], one dtype. lse_a, lse_b: float32 [...], natural logarithms.
     """
     args = Args("merge")
-    dims = " ".join(f"dim{i}" for i in range(out_a.dim() - 1))
-    args.add("out_a", out_a, dims + " head_dim", FLOATS)
-    args.add("out_b", out_b, dims + " head_dim", FLOATS, ("out_a", out_a))
-    args.add("lse_a", lse_a.unsqueeze(-1), dims + " one", (torch.float32,))
-    args.add("lse_b", lse_b.unsqueeze(-1), dims + " one", (torch.float32,))
-    return torch.ops.quest.merge(out_a.contiguous(), lse_a.contiguous(), out_b.contiguous(), lse_b.contiguous())
+    dims = " ".join(f"dim{i}" for i in range(args.tensor("out_a", out_a).dim() - 1))
+    args.add("out_a", out_a, f"{dims} head_dim", FLOATS)
+    args.add("out_b", out_b, f"{dims} head_dim", FLOATS, ("out_a", out_a))
+    lse_a, lse_b = args.tensor("lse_a", lse_a).contiguous(), args.tensor("lse_b", lse_b).contiguous()
+    args.add("lse_a", lse_a, dims, (torch.float32,))
+    args.add("lse_b", lse_b, dims, (torch.float32,))
+    return torch.ops.quest.merge(out_a.contiguous(), lse_a, out_b.contiguous(), lse_b)
 
 
 def split_budget(budget: int | float) -> tuple[int, float]:
@@ -263,14 +269,18 @@ def _append_args(
     args: Args, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Check what `append` takes; token dimensions come back as [batch, q_len]."""
-    if key.dim() == 3:
-        key, value, slot_mapping = key.unsqueeze(0), value.unsqueeze(0), slot_mapping.unsqueeze(0)
     _cache_args(args, k_cache, v_cache)
-    args.add("key", key, "batch q_len num_kv_heads head_dim", FLOATS, ("k_cache", k_cache))
-    args.add("value", value, "batch q_len num_kv_heads v_head_dim", FLOATS, ("k_cache", k_cache))
-    if slot_mapping.dim() == 1:
-        slot_mapping = slot_mapping.view(key.shape[0], -1)
-    args.add("slot_mapping", slot_mapping, "batch q_len", INT64)
+    by_row = args.tensor("key", key).dim() != 3
+    tokens = "batch q_len" if by_row else "num_tokens"
+    args.add("key", key, f"{tokens} num_kv_heads head_dim", FLOATS, ("k_cache", k_cache))
+    args.add("value", value, f"{tokens} num_kv_heads v_head_dim", FLOATS, ("k_cache", k_cache))
+    if by_row and args.tensor("slot_mapping", slot_mapping).dim() == 1:
+        if slot_mapping.shape[0] != args["batch"] * args["q_len"]:
+            args.fail("slot_mapping", "must have one slot for each token of key", f"shape {list(slot_mapping.shape)}")
+        slot_mapping = slot_mapping.reshape(args["batch"], args["q_len"])
+    args.add("slot_mapping", slot_mapping, tokens, INT64)
+    if not by_row:
+        key, value, slot_mapping = key.unsqueeze(0), value.unsqueeze(0), slot_mapping.unsqueeze(0)
     return key, value, slot_mapping.contiguous()
 
 

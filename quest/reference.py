@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from quest.config import LayerConfig, QuestConfig, forced_pages
+from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
 
 NEG_INF = float("-inf")
 
@@ -41,7 +41,7 @@ def summarise(
     page_size = block_size // pages_per_block
     for row, (length, new) in enumerate(zip(seq_lens.tolist(), num_new.tolist(), strict=True)):
         first = max(0, length - new)
-        for page in range(first // page_size, -(-length // page_size)):
+        for page in range(first // page_size, -(-length // page_size)) if new > 0 else ():
             block = int(block_table[row, page // pages_per_block])
             offset = page % pages_per_block
             tokens = min(page_size, length - page * page_size)
@@ -146,17 +146,6 @@ def select(
                 page_idx[b, t, h, :count] = torch.tensor(sorted(order[:count]), dtype=torch.int32)
                 counts[b, t, h] = count
     return (page_idx[:, 0], counts[:, 0]) if squeeze else (page_idx, counts)
-
-
-def max_selected(
-    max_pages: int, q_len: int, page_size: int, budget: int | float, sink: int, recent: int, window: int | None
-) -> int:
-    """The most pages that `select` can name: the width of `page_idx`."""
-    if isinstance(budget, float):
-        budget = math.ceil(budget * max_pages * page_size)
-    by_budget = -(-budget // page_size) + (window is not None)  # a window may start inside a page
-    by_force = sink + (recent if q_len == 1 else max(recent, (q_len - 2) // page_size + 2))
-    return min(max_pages, max(by_budget, by_force))
 
 
 def attend(
