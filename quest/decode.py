@@ -119,7 +119,7 @@ def _verbs(
     num_new = torch.full_like(seq_lens, query.shape[1])
     ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
 
-    seen = dict(page_size=page_size, window=window, check=check)
+    seen: dict[str, Any] = dict(page_size=page_size, window=window, check=check)
     page_idx = None
     if not layer.dense:
         agree: dict[str, Any] = dict(softmax_scale=softmax_scale, slack=layer.slack, group_rule=layer.group_rule)
