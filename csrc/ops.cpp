@@ -1,4 +1,5 @@
-// The ops on CPU tensors: tensors to params, tasks to torch's threads. One task is one call of a kernel of cpu/kernels.h.
+// The ops on CPU tensors: tensors to params, tasks to torch's threads. One task is one call of a kernel of
+// cpu/kernels.h.
 #include "ops.h"
 
 #include <algorithm>
@@ -62,15 +63,15 @@ static AppendParams append_params(const Tensor& key, const Tensor& value, const 
   p.slots = static_cast<const int64_t*>(data_of(slot_mapping));
   for (int64_t i = 0; check && i < p.num_tokens; i++)
     if (p.slots[i] < -1 || p.slots[i] >= p.num_slots)
-      fail(op, ": slot_mapping: slot of token ", i, " must be -1 (skip) or in [0, ", p.num_slots, "), got ", p.slots[i]);
+      fail(op, ": slot_mapping: slot of token ", i, " must be -1 (skip) or in [0, ", p.num_slots, "), got ",
+           p.slots[i]);
   return p;
 }
 
 static void run(const AppendParams& p) {
   constexpr int64_t grain = 64;  // tokens
-  run_tasks(ceil_div(p.num_tokens, grain), [&](int64_t i) {
-    kernels().append(p, i * grain, std::min((i + 1) * grain, p.num_tokens));
-  });
+  run_tasks(ceil_div(p.num_tokens, grain),
+            [&](int64_t i) { kernels().append(p, i * grain, std::min((i + 1) * grain, p.num_tokens)); });
 }
 
 static SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, const Tensor& page_max,
@@ -93,17 +94,18 @@ static SummariseParams summarise_params(const Tensor& k_cache, const Tensor& pag
 static void run(const SummariseParams& p) {
   constexpr int64_t grain = 64;  // pages
   const Sequences& seq = p.seq;
+  auto end_page = [&](int64_t b) { return ceil_div(seq.length(b), seq.page_size); };
   auto first_page = [&](int64_t b) {
-    const int64_t fresh = p.num_new ? std::max(p.num_new[b], 0) : seq.q_len;
-    return std::max<int64_t>(0, seq.length(b) - fresh) / seq.page_size;
+    const int64_t length = seq.length(b), fresh = p.num_new ? p.num_new[b] : seq.q_len;
+    if (fresh <= 0) return end_page(b);
+    return std::max<int64_t>(0, length - fresh) / seq.page_size;
   };
   int64_t most = 0;
-  for (int64_t b = 0; b < seq.batch; b++)
-    most = std::max(most, ceil_div(seq.length(b), seq.page_size) - first_page(b));
+  for (int64_t b = 0; b < seq.batch; b++) most = std::max(most, end_page(b) - first_page(b));
   const int64_t chunks = ceil_div(most, grain);
   run_tasks(seq.batch * p.num_kv_heads * chunks, [&](int64_t i) {
     const int64_t b = i / chunks / p.num_kv_heads, begin = first_page(b) + i % chunks * grain;
-    const int64_t end = std::min(begin + grain, ceil_div(seq.length(b), seq.page_size));
+    const int64_t end = std::min(begin + grain, end_page(b));
     kernels().summarise(p, b, i / chunks % p.num_kv_heads, begin, end);
   });
 }
@@ -141,7 +143,8 @@ static ScoreParams score_params(const Tensor& query, const Tensor& page_min, con
   p.slack = static_cast<float>(slack);
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.rule = rule_of(group_rule, op);
-  expect(p.num_kv_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query", "num_heads must be a multiple of num_kv_heads");
+  expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
+         "num_heads must be a multiple of num_kv_heads");
   expect(query.size(0) == seq.batch && p.query.dim == p.page_min.dim && p.query.dim == p.page_max.dim &&
              page_max.size(0) == seq.num_blocks && page_max.size(1) == p.num_kv_heads &&
              page_min.size(2) * seq.page_size == seq.block_size && page_max.size(2) == page_min.size(2) &&
@@ -262,7 +265,8 @@ static AttendParams attend_params(const Tensor& query, const Tensor& k_cache, co
   p.softcap = static_cast<float>(softcap);
   p.page_idx = nullptr;
   p.idx_stride_batch = p.idx_stride_token = p.idx_stride_head = p.max_selected = 0;
-  expect(p.num_kv_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query", "num_heads must be a multiple of num_kv_heads");
+  expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
+         "num_heads must be a multiple of num_kv_heads");
   expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && p.k_cache.dtype == p.v_cache.dtype &&
              v_cache.size(0) == k_cache.size(0) && v_cache.size(1) == p.num_kv_heads &&
              v_cache.size(2) == k_cache.size(2) && k_cache.size(2) == seq.block_size,
@@ -376,8 +380,7 @@ std::tuple<Tensor, Tensor> merge(const Tensor& out_a, const Tensor& lse_a, const
   p.out = data_of(out);
   p.lse = static_cast<float*>(data_of(lse));
   constexpr int64_t grain = 64;
-  run_tasks(ceil_div(rows, grain),
-            [&](int64_t i) { kernels().merge(p, i * grain, std::min((i + 1) * grain, rows)); });
+  run_tasks(ceil_div(rows, grain), [&](int64_t i) { kernels().merge(p, i * grain, std::min((i + 1) * grain, rows)); });
   return {out, lse};
 }
 
@@ -405,15 +408,19 @@ std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& key, const 
   ScoreParams scored = score_params(query, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
   AttendParams attended = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
 
-  run(rows);
-  run(summary);
-  if (dense) return run(attended, query.scalar_type());
+  if (dense) {
+    run(rows);
+    run(summary);
+    return run(attended, query.scalar_type());
+  }
   Tensor raw;
   const Tensor scores = allocate(scored, raw);
   Tensor page_idx = new_tensor({seq.batch, seq.q_len, scores.size(2), max_selected}, ScalarType::Int);
   Tensor counts = new_tensor({seq.batch, seq.q_len, scores.size(2)}, ScalarType::Int);
   const SelectParams selected =
       select_params(seq, scores, budget, budget_fraction, sink_pages, recent_pages, page_idx, counts, op);
+  run(rows);
+  run(summary);
   run(scored, [&](const Span& s) { return s.pos < 0 || selected.reads_all(s); });
   run(selected);
   choose_pages(attended, page_idx, op);

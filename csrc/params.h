@@ -26,7 +26,8 @@ struct Rows {
   int64_t dim;
 };
 
-// The visible part of a row for one query token. Pages are [first_page, end_page), scored ones [first_page, scored_end).
+// The visible part of a row for one query token. Pages are [first_page, end_page), scored ones [first_page,
+// scored_end).
 struct Span {
   int64_t pos;          // position of the query token in its row; negative: an inert token
   int64_t first_token;  // the window's edge
@@ -65,9 +66,9 @@ struct Sequences {
 };
 
 struct AppendParams {
-  Rows key, value;        // [num_tokens as (batch, q_len), num_kv_heads, dim]
+  Rows key, value;  // [num_tokens as (batch, q_len), num_kv_heads, dim]
   Pool k_cache, v_cache;
-  const int64_t* slots;   // [batch, q_len]; outside the pool = skip
+  const int64_t* slots;  // [batch, q_len]; outside the pool = skip
   int64_t q_len, num_tokens, num_kv_heads, block_size, num_slots;
 };
 
@@ -127,7 +128,7 @@ struct AttendParams {
 };
 
 struct MergeParams {
-  const void *out_a, *out_b;  // [rows, dim]
+  const void *out_a, *out_b;   // [rows, dim]
   const float *lse_a, *lse_b;  // [rows]
   void* out;
   float* lse;

@@ -59,7 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL(quest, CompositeExplicitAutograd, m) {
 
 // Importing the module runs the registrations above; it has nothing else.
 PyMODINIT_FUNC PyInit__C(void) {
-  static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C",    nullptr, -1,     nullptr,
-                                      nullptr,               nullptr, nullptr, nullptr};
+  static struct PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -93,8 +93,8 @@ inline Sequences sequences_of(const Tensor& block_table, const Tensor& seq_lens,
     for (int64_t i = 0; i < blocks; i++) {
       const int64_t id = s.block_table[b * s.table_stride + i];
       if (id < 0 || id >= num_blocks)
-        fail(op, ": block_table[", b, ", ", i, "]: block id must be in [0, ", num_blocks, ") for seq_lens[", b, "] = ",
-             length, ", got ", id);
+        fail(op, ": block_table[", b, ", ", i, "]: block id must be in [0, ", num_blocks, ") for seq_lens[", b,
+             "] = ", length, ", got ", id);
     }
   }
   return s;

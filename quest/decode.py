@@ -125,7 +125,7 @@ def _verbs(
         agree: dict[str, Any] = dict(softmax_scale=softmax_scale, slack=layer.slack, group_rule=layer.group_rule)
         scores = ops.score(query, page_min, page_max, block_table, seq_lens, **agree, **seen)
 
-        forced = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
+        forced: dict[str, Any] = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
         page_idx, _ = ops.select(scores, seq_lens, budget=layer.budget, **forced, **seen)
 
     logits: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)

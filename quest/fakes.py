@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import quest._C  # type: ignore[import-not-found]  # noqa: F401  # registers the ops
+import quest._C  # noqa: F401  # registers the ops
 
 
 def _nothing(*args: Any) -> None:
@@ -63,7 +64,7 @@ def _decode(
     return _attend(query, k_cache, v_cache)
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., Any]] = {
     "append": _nothing,
     "summarise": _nothing,
     "score": _score,
@@ -71,5 +72,6 @@ for _name, _fake in {
     "attend": _attend,
     "merge": _merge,
     "decode": _decode,
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"quest::{_name}", _fake)

@@ -192,11 +192,12 @@ def attend(
                 logits = query[b, t, heads] @ k.T * scale  # [group, tokens]
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
+                nothing = (logits == NEG_INF).all(-1)  # as a row without tokens
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[heads, None].to(logits.dtype)], -1)
                     v = torch.cat([v, v.new_zeros(1, v.shape[-1])])
-                out[b, t, heads] = logits.softmax(-1) @ v
-                lse[b, t, heads] = logits.logsumexp(-1)
+                out[b, t, heads] = torch.where(nothing[:, None], 0.0, logits.softmax(-1) @ v)
+                lse[b, t, heads] = torch.where(nothing, NEG_INF, logits.logsumexp(-1))
     out = out.to(dtype)
     return (out[:, 0], lse[:, 0]) if squeeze else (out, lse)
 

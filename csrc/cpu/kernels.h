@@ -8,18 +8,18 @@ namespace quest::cpu {
 
 struct Kernels {
   const char* isa;
-  void (*append)(const AppendParams&, int64_t begin, int64_t end);    // tokens
+  void (*append)(const AppendParams&, int64_t begin, int64_t end);                                      // tokens
   void (*summarise)(const SummariseParams&, int64_t row, int64_t kv_head, int64_t begin, int64_t end);  // pages
   void (*score)(const ScoreParams&, int64_t unit, int64_t begin, int64_t end);  // unit: (batch, token, kv head); pages
-  void (*agree)(const ScoreParams&, int64_t unit);                    // the group rule
-  void (*select)(const SelectParams&, int64_t unit);                  // unit: (batch, token, selection head)
-  void (*attend)(const AttendParams&, int64_t unit, int64_t split);   // unit: (batch, token, selection head, tile)
-  void (*combine)(const AttendParams&, int64_t unit);                 // the splits of one unit
-  void (*merge)(const MergeParams&, int64_t begin, int64_t end);      // rows
+  void (*agree)(const ScoreParams&, int64_t unit);                              // the group rule
+  void (*select)(const SelectParams&, int64_t unit);                            // unit: (batch, token, selection head)
+  void (*attend)(const AttendParams&, int64_t unit, int64_t split);  // unit: (batch, token, selection head, tile)
+  void (*combine)(const AttendParams&, int64_t unit);                // the splits of one unit
+  void (*merge)(const MergeParams&, int64_t begin, int64_t end);     // rows
 };
 
-const Kernels& kernels();                // the table in use
-bool use_isa(const char* name);          // "" = the best one; false: not built, or this CPU lacks it
-const char* isa_names();                 // usable here, best first, separated by commas
+const Kernels& kernels();        // the table in use
+bool use_isa(const char* name);  // "" = the best one; false: not built, or this CPU lacks it
+const char* isa_names();         // usable here, best first, separated by commas
 
 }  // namespace quest::cpu

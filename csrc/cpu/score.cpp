@@ -51,8 +51,8 @@ static void score_pages(T*, const ScoreParams& p, int64_t b, int64_t kv_head, co
   }
 }
 
-// Scores of pages [begin, end) for the query heads of one KV head. With a = (q + slack |q|)/2, b = (q - slack |q|)/2 the
-// score is a . page_max + b . page_min, two inner products with rows of the summary.
+// Scores of pages [begin, end) for the query heads of one KV head. With a = (q + slack |q|)/2, b = (q - slack |q|)/2
+// the score is a . page_max + b . page_min, two inner products with rows of the summary.
 void score(const ScoreParams& p, int64_t unit, int64_t begin, int64_t end) {
   const Sequences& seq = p.seq;
   const int64_t kv_head = unit % p.num_kv_heads, t = unit / p.num_kv_heads % seq.q_len;
@@ -62,7 +62,7 @@ void score(const ScoreParams& p, int64_t unit, int64_t begin, int64_t end) {
 
   const Span span = seq.span(b, t);
   const int64_t first = begin > span.first_page ? begin : span.first_page;
-  const int64_t last = end < span.scored_end ? end : span.scored_end;
+  const int64_t last = seq.num_blocks == 0 ? first : end < span.scored_end ? end : span.scored_end;
   for (int64_t h = 0; h < group; h++) {
     float* to = raw + h * seq.max_pages;
     for (int64_t i = begin; i < end; i++)

@@ -10,8 +10,8 @@ QUEST_INLINE uint32_t rank(float score) {
   return u >> 31 ? ~u : u | 0x80000000u;
 }
 
-// The rank of the k-th best of n > k > 0 scores, and how many of that very rank are among the k best. Radix select: each
-// round counts the next 8 bits of those that share the bits found so far.
+// The rank of the k-th best of n > k > 0 scores, and how many of that very rank are among the k best. Radix select:
+// each round counts the next 8 bits of those that share the bits found so far.
 static uint32_t kth_best(const float* scores, int64_t n, int64_t k, int64_t* ties) {
   uint32_t found = 0, mask = 0;
   for (int shift = 24; shift >= 0; shift -= 8) {

@@ -38,8 +38,9 @@ void summarise(const SummariseParams& p, int64_t row, int64_t kv_head, int64_t b
       auto at = [&](const Pool& pool, int64_t r) {
         return static_cast<T>(pool.data) + block * pool.stride_block + kv_head * pool.stride_head + r * pool.stride_row;
       };
-      page_range(at(p.k_cache, offset * seq.page_size), p.k_cache.stride_row, left < seq.page_size ? left : seq.page_size,
-                 p.k_cache.dim, at(p.page_min, offset), at(p.page_max, offset));
+      page_range(at(p.k_cache, offset * seq.page_size), p.k_cache.stride_row,
+                 left < seq.page_size ? left : seq.page_size, p.k_cache.dim, at(p.page_min, offset),
+                 at(p.page_max, offset));
     }
   });
 }

@@ -12,8 +12,8 @@ constexpr int kTileRows = 64;   // rows of the cache per tile
 // S inner products that are added up: S = 1 for q . k, S = 2 for above . page_max + below . page_min.
 template <typename T, int S>
 struct Factors {
-  const float* q[S];          // [heads, ldq], padded with zeros to a multiple of W
-  const T* const* rows[S];    // [n] pointers to rows of dim values
+  const float* q[S];        // [heads, ldq], padded with zeros to a multiple of W
+  const T* const* rows[S];  // [n] pointers to rows of dim values
 };
 
 // dots[h][r] = sum_s q[s][head + h] . rows[s][row + r] for H heads and R rows, H * R <= 8
