@@ -131,7 +131,7 @@ void agree(const ScoreParams& p, int64_t unit) {
     } else {
       for (int64_t i = begin; i < end; i += W) {
         const Vec g = gap(pages(i)), m = have(i);
-        put(i, (g > m) | (g != g) ? g : m);
+        put(i, ((g > m) | (g != g)) ? g : m);
       }
     }
   }

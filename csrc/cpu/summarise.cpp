@@ -4,8 +4,8 @@
 namespace quest::cpu::QUEST_ISA {
 
 // NaN stays: a page that holds one has NaN in that channel.
-QUEST_INLINE Vec lower(Vec m, Vec x) { return (x < m) | (x != x) ? x : m; }
-QUEST_INLINE Vec upper(Vec m, Vec x) { return (x > m) | (x != x) ? x : m; }
+QUEST_INLINE Vec lower(Vec m, Vec x) { return ((x < m) | (x != x)) ? x : m; }
+QUEST_INLINE Vec upper(Vec m, Vec x) { return ((x > m) | (x != x)) ? x : m; }
 
 template <typename T>
 static void page_range(const T* keys, int64_t stride, int64_t tokens, int64_t dim, T* low, T* high) {

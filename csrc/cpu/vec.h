@@ -11,7 +11,9 @@
 #include "params.h"
 
 #if defined(__AVX2__)
+#if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 says so of its own intrinsics' undefined lanes
+#endif
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
