@@ -113,6 +113,15 @@ def test_c04_empty_row_among_others(isa):
             check_attend((out, lse), case, page_idx, **options)
 
 
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_no_page_named(isa, width):
+    """A selection of nothing reads nothing."""
+    case = make("ragged", seq_lens=(37, 5))
+    out, lse = attend(case, torch.full((2, 1, 2, width), -1, dtype=torch.int32))
+    assert not out.any()
+    assert (lse == -INF).all()
+
+
 def test_c05_every_page_named_is_dense_bit_for_bit(isa):
     for shape in ("ragged", "many_tokens", "group_7", "page_8", "mla_absorbed"):
         case = make(shape)
