@@ -104,7 +104,8 @@ class QuestLayer(CacheLayerMixin):
                 f"QuestCache.update: key_states and value_states must be [{batch}, num_kv_heads, q_len, head_dim], got "
                 f"{[*key_states.shape]} and {[*value_states.shape]}"
             )
-        self.pending = key_states, value_states
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (key_states, value_states))  # as the ops take it
+        self.pending = k, v
         states = States(self, self.columns + key_states.shape[2])
         return LazyStates.of(states, 0, key_states), LazyStates.of(states, 1, value_states)
 
