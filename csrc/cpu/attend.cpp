@@ -64,14 +64,16 @@ static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int6
   dot(Factors<T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows);
   for (int64_t h = 0; h < heads; h++) {
     float* l = logits + h * kTileRows;
-    float best = s.best[h];
-    for (int64_t i = 0; i < n; i++) {
-      l[i] *= p.softmax_scale;
-      if (p.softcap > 0) l[i] = p.softcap * __builtin_tanhf(l[i] / p.softcap);
-      best = max_known(best, l[i]);
+    if (p.softcap > 0) {
+      for (int i = 0; i < n; i++) l[i] = p.softcap * __builtin_tanhf(l[i] * p.softmax_scale / p.softcap);
+    } else {
+      for (int i = 0; i < n; i++) l[i] *= p.softmax_scale;
     }
-    const float base = best == -kInf ? 0.0f : best;  // every logit is -inf (or NaN, which stays)
     for (int64_t i = n; i < round_up(n, W); i++) l[i] = -kInf;
+    Vec tops = splat(-kInf);
+    for (int64_t i = 0; i < n; i += W) tops = max_known(tops, load(l + i));
+    const float best = max_known(s.best[h], largest(tops));
+    const float base = best == -kInf ? 0.0f : best;  // every logit is -inf (or NaN, which stays)
     Vec total{};
     for (int64_t i = 0; i < n; i += W) {
       const Vec e = exp(load(l + i) - base);

@@ -103,9 +103,16 @@ QUEST_INLINE Vec load(const float* p) {
   return v;
 }
 QUEST_INLINE Vec load(const bf16* p) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return (Vec)_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, h), 16);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
   HVec h;
   memcpy(&h, p, sizeof h);
   return (Vec)(__builtin_convertvector(h, IVec) << 16);
+#endif
 }
 QUEST_INLINE Vec load(const f16* p) {
 #if defined(__AVX512F__)
@@ -185,6 +192,12 @@ QUEST_INLINE void sum_each(const Vec (&v)[8], float* sums) {
 }
 // Maximum that passes over NaN: false comparisons keep what is there.
 QUEST_INLINE float max_known(float m, float x) { return x > m ? x : m; }
+QUEST_INLINE Vec max_known(Vec m, Vec x) { return x > m ? x : m; }
+QUEST_INLINE float largest(Vec v) {
+  float m = -kInf;
+  for (int i = 0; i < W; i++) m = max_known(m, v[i]);
+  return m;
+}
 
 // exp(x), relative error below 3e-7 for x in [-87.3, 88]; 0 below, inf above, NaN for NaN.
 // 2^n by the exponent bits, e^r on [-ln2/2, ln2/2] by the Taylor polynomial of degree 7.
