@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,16 +84,21 @@ class QuestConfig:
             raise ValueError(
                 f"QuestConfig: block_size must be a multiple of page_size ({self.page_size}), got {self.block_size}"
             )
+        if isinstance(self.dense_layers, str) or not isinstance(self.dense_layers, Iterable):
+            raise TypeError(f"QuestConfig: dense_layers must be a sequence of ints, got {self.dense_layers!r}")
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for i in self.dense_layers:
             _check_int("dense_layers", i, 0, 1 << 20)
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        object.__setattr__(self, "layers", {int(i): dict(o) for i, o in self.layers.items()})
-        plain = LayerConfig(
-            False, self.budget, self.sink_tokens, self.recent_tokens, float(self.slack), self.group_rule
-        )
-        resolved = {i: dataclasses.replace(plain, dense=True) for i in self.dense_layers}
+        if not isinstance(self.layers, Mapping):
+            raise TypeError(f"QuestConfig: layers must map a layer's index to its settings, got {self.layers!r}")
         for i, override in self.layers.items():
             _check_int("layers (key)", i, 0, 1 << 20)
+            if not isinstance(override, Mapping):
+                raise TypeError(f"QuestConfig: layers[{i}] must be a mapping of settings, got {override!r}")
+        object.__setattr__(self, "layers", {i: dict(override) for i, override in self.layers.items()})
+        plain = LayerConfig(False, self.budget, self.sink_tokens, self.recent_tokens, self.slack, self.group_rule)
+        resolved = {i: dataclasses.replace(plain, dense=True) for i in self.dense_layers}
+        for i, override in self.layers.items():
             if unknown := set(override) - set(OVERRIDES):
                 raise ValueError(
                     f"QuestConfig: layers[{i}] has unknown settings {sorted(unknown)}; known: {', '.join(OVERRIDES)}"
@@ -103,6 +108,9 @@ class QuestConfig:
             check_layer(layer, self.page_size)
         object.__setattr__(self, "_plain", plain)
         object.__setattr__(self, "_resolved", resolved)
+
+    def __hash__(self) -> int:
+        return hash((self._plain, tuple(sorted(self._resolved.items()))))  # type: ignore[attr-defined]
 
     def layer(self, layer_idx: int) -> LayerConfig:
         """The settings of one layer, its overrides applied."""
