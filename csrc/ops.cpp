@@ -263,6 +263,7 @@ static AttendParams attend_params(const Tensor& query, const Tensor& k_cache, co
   p.sel_heads = p.num_kv_heads = k_cache.size(1);
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.softcap = static_cast<float>(softcap);
+  p.every_page = true;
   p.page_idx = nullptr;
   p.idx_stride_batch = p.idx_stride_token = p.idx_stride_head = p.max_selected = 0;
   expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
@@ -287,6 +288,7 @@ static void choose_pages(AttendParams& p, const Tensor& page_idx, const char* op
              (page_idx.size(2) == p.num_kv_heads || page_idx.size(2) == p.num_heads) &&
              (page_idx.size(3) <= 1 || page_idx.stride(3) == 1),
          op, "page_idx", "expected an int32 tensor [batch, q_len, num_kv_heads or num_heads, max_selected]");
+  p.every_page = false;
   p.page_idx = static_cast<const int32_t*>(data_of(page_idx));
   p.idx_stride_batch = page_idx.stride(0);
   p.idx_stride_token = page_idx.stride(1);
@@ -311,7 +313,7 @@ static std::tuple<Tensor, Tensor> run(AttendParams& p, ScalarType out_dtype) {
   const int64_t units = p.units(), threads = torch::stable::get_num_threads();
   int64_t longest = 0;
   for (int64_t b = 0; b < seq.batch; b++) longest = std::max(longest, seq.length(b));
-  if (p.page_idx) longest = std::min(longest, p.max_selected * seq.page_size);
+  if (!p.every_page) longest = std::min(longest, p.max_selected * seq.page_size);
   const int64_t wanted = threads > 1 && units > 0 ? ceil_div(4 * threads, units) : 1;
   p.num_splits = std::max<int64_t>(1, std::min(wanted, longest / tokens_per_split));
   Tensor partial;

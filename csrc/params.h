@@ -114,7 +114,8 @@ struct AttendParams {
   Sequences seq;
   Rows query, out;
   Pool k_cache, v_cache;
-  const int32_t* page_idx;  // [batch, q_len, sel_heads, max_selected] or null: every page
+  bool every_page;
+  const int32_t* page_idx;  // [batch, q_len, sel_heads, max_selected], unused with every_page
   int64_t idx_stride_batch, idx_stride_token, idx_stride_head, max_selected;
   const float* sinks;  // [num_heads] or null
   float* lse;          // [batch, q_len, num_heads]

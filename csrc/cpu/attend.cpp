@@ -97,7 +97,7 @@ class RowWalk {
  public:
   RowWalk(const AttendParams& p, const Unit& u, int64_t split) : p_(p), u_(u), span_(p.seq.span(u.b, u.t)) {
     int64_t begin = span_.first_page, end = span_.pos < 0 ? begin : span_.end_page;
-    if (p.page_idx) {
+    if (!p.every_page) {
       idx_ = p.page_idx + u.b * p.idx_stride_batch + u.t * p.idx_stride_token + u.sel_head * p.idx_stride_head;
       begin = 0, end = span_.pos < 0 ? 0 : p.max_selected;
       while (end > 0 && idx_[end - 1] < 0) end--;  // -1 fills the end
@@ -130,7 +130,7 @@ class RowWalk {
   bool next_page() {
     const Sequences& seq = p_.seq;
     while (next_ < end_) {
-      const int64_t page = idx_ ? idx_[next_] : next_;
+      const int64_t page = p_.every_page ? next_ : idx_[next_];
       next_++;
       if (page < span_.first_page || page >= span_.end_page) continue;
       token_ = page * seq.page_size;
