@@ -134,7 +134,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
       ("softcap", "softmax_scale")],
     ("slack", lambda x: 1.5, V, r"must be in \[0, 1\], got 1.5"),
     ("group_rule", lambda x: "mean", V, "must be one of softmax, relative, per_head, got 'mean'"),
-    ("budget", lambda x: 11, V, "must hold the forced pages: 1 sink . 2 recent pages of 4 tokens = 12 .*, got budget 11"),
+    ("budget", lambda x: 11, V, "must hold the forced pages: 1 sink . 2 recent pages of 4 tokens = 12 .* budget 11"),
     ("budget", lambda x: 1.01, V, "as a fraction of the context must be in .0, 1., got 1.01"),
     ("budget", lambda x: None, T, "must be a number of tokens"),
     ("sink_tokens", lambda x: -1, V, "must be at least 0, got -1"),
