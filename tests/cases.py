@@ -229,8 +229,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 # ---- tolerance ----
 
 
-def assert_near(got: Tensor, truth: Tensor, plain: Tensor, what: str, dtype: torch.dtype | None = None) -> None:
-    """The error against `truth` (fp64) is at most twice that of plain PyTorch in the same precision, plus eps."""
+def assert_near(
+    got: Tensor, truth: Tensor, plain: Tensor, what: str, dtype: torch.dtype | None = None, size: float | None = None
+) -> None:
+    """The error against `truth` (fp64) is at most twice that of plain PyTorch in the same precision, plus eps.
+
+    eps is relative to `size`, the magnitude of what was added up: by default the largest result.
+    """
     assert got.shape == truth.shape, f"{what}: shape {list(got.shape)}, not {list(truth.shape)}"
     got, plain = got.double(), plain.double()
     infinite = truth.isinf()
@@ -238,9 +243,9 @@ def assert_near(got: Tensor, truth: Tensor, plain: Tensor, what: str, dtype: tor
     got, truth, plain = got[~infinite], truth[~infinite], plain[~infinite]
     if not truth.numel():
         return
-    eps = torch.finfo(dtype or torch.float32).eps
+    size = max(1e-3, truth.abs().max().item()) if size is None else size
     yardstick = (plain - truth).abs().nan_to_num(0, 0, 0).max().item()
-    limit = 2 * yardstick + 4 * eps * max(1e-3, truth.abs().max().item())
+    limit = 2 * yardstick + 4 * torch.finfo(dtype or torch.float32).eps * size
     error = (got - truth).abs().max().item()
     assert error <= limit, f"{what}: error {error:.3g} above {limit:.3g} (plain PyTorch {yardstick:.3g})"
 
@@ -291,6 +296,11 @@ def check_attend(result: tuple[Tensor, Tensor], case: Case, page_idx: Tensor | N
 def check_score(scores: Tensor, case: Case, **options: Any) -> None:
     """Hold scores to the reference in fp64."""
     assert scores.dtype == torch.float32
-    truth = reference.score(case.query.double(), *case.summary, page_size=case.page_size, **options)
+    wide = (case.query.double(), *case.summary)
+    truth = reference.score(*wide, page_size=case.page_size, **options)
     plain = reference.score(case.query.float(), *case.summary, page_size=case.page_size, **options)
-    assert_near(scores, truth, plain, "score")
+    raw = reference.score(*wide, page_size=case.page_size, **options | {"group_rule": "per_head"})
+    size = raw[raw.isfinite()].abs().max().item() if raw.isfinite().any() else 0.0
+    if options.get("group_rule", "softmax") == "softmax":  # an error of a logit is a relative one of its exponential
+        size = 1 + size * (options.get("softmax_scale") or case.query.shape[-1] ** -0.5)
+    assert_near(scores, truth, plain, "score", size=size)
