@@ -1,0 +1,107 @@
+"""Time per token of a whole model through transformers: `DynamicCache` with sdpa attention, and `QuestCache`.
+
+A text is read once, in fp32; both caches start from its keys and values, and their steps take turns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from quest.bench.machine import median_ms
+from quest.config import QuestConfig
+from quest.measure import Decoder, context_limit, follow, prefill
+from quest.models import DTYPES
+from quest.passkey import document, encode
+
+__all__ = ["run", "show"]
+
+WARM_UP = 3  # steps that don't count
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    contexts: Sequence[int],
+    dtypes: Sequence[str],
+    *,
+    budget: int = 512,
+    tokens: int = 32,
+    console: Console | None = None,
+) -> list[dict[str, Any]]:
+    """Measure every dtype and context; `model`, loaded in fp32, is cast in place to each dtype in turn.
+
+    Returns:
+        Two dicts per dtype and context, `cache` "dynamic" and "quest": `model`, `dtype`, `context` (at the first
+        step), `budget`, `ms_per_token` (median; `ms_min`, `ms_max`).
+
+    Raises:
+        ValueError: a context is longer than the model's positions, or than the text.
+    """
+    text = encode(tokenizer, document())
+    longest, limit = max(contexts), context_limit(model)
+    steps = WARM_UP + tokens
+    if limit is not None and longest + steps > limit:
+        raise ValueError(f"bench hf: context {longest:,} and {steps} steps exceed the model's context of {limit:,}")
+    if longest + steps > len(text):
+        raise ValueError(f"bench hf: context must leave {steps} of the text's {len(text):,} tokens, got {longest:,}")
+    rows = []
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task(f"reading {longest:,} tokens")
+        source = prefill(model, text[:longest])
+        for dtype in dtypes:
+            model.to(DTYPES[dtype])
+            for context in contexts:
+                progress.update(task, description=f"{dtype}, {context:,} tokens")
+                start = _start(source, longest - context, dtype)
+                pair = [Decoder(model, start, None), Decoder(model, start, QuestConfig(budget=budget))]
+                follow(pair, text[context : context + steps])
+                for cache, decoder in zip(("dynamic", "quest"), pair, strict=True):
+                    seconds = decoder.seconds[WARM_UP:]
+                    rows.append(
+                        {
+                            "model": name,
+                            "dtype": dtype,
+                            "context": context,
+                            "cache": cache,
+                            "budget": None if cache == "dynamic" else budget,
+                            "ms_per_token": median_ms(seconds),
+                            "ms_min": min(seconds) * 1e3,
+                            "ms_max": max(seconds) * 1e3,
+                        }
+                    )
+        progress.update(task, description="done")
+    return rows
+
+
+def _start(source: Any, less: int, dtype: str) -> Any:
+    """A copy of a `DynamicCache` in another dtype, without its last `less` tokens."""
+    cache = copy.deepcopy(source)
+    if less:
+        cache.crop(-less)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(DTYPES[dtype]), layer.values.to(DTYPES[dtype])
+        layer.dtype = DTYPES[dtype]
+    return cache
+
+
+def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    table = Table(title=f"{rows[0]['model']}: ms per token")
+    for name in ("dtype", "context", "budget", "DynamicCache, sdpa", "QuestCache", "ratio"):
+        table.add_column(name, justify="right")
+    for dynamic, quest in zip(rows[::2], rows[1::2], strict=True):
+        table.add_row(
+            quest["dtype"],
+            f"{quest['context']:,}",
+            f"{quest['budget']:,}" + (" (dense)" if quest["budget"] >= quest["context"] else ""),
+            f"{dynamic['ms_per_token']:.1f}",
+            f"{quest['ms_per_token']:.1f}",
+            f"{quest['ms_per_token'] / dynamic['ms_per_token']:.2f}",
+        )
+    console.print(table)

@@ -1,0 +1,286 @@
+"""The `quest` command. A subcommand imports what it needs itself, so that `quest info` needs little and is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="quest",
+    help="Query-aware sparse-read attention: the KV cache keeps every token, a decode step reads only the best pages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Benchmarks; each prints the machine first.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Preset(StrEnum):
+    default = "default"
+    paper = "paper"
+
+
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads, torch's choice if not given.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Also write machine and rows to this file.")]
+Model = Annotated[
+    Path | None, typer.Option(help="A transformers folder or a .gguf file; SmolLM2-135M from its package if not given.")
+]
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """What a user can mend is one line and exit code 2; anything else keeps its traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        import quest
+
+        typer.echo(f"quest {quest.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def info() -> None:
+    """Version, build, instruction set in use, backends, and why those that can't run can't."""
+    import torch
+
+    import quest
+    from quest import backends
+    from quest.bench.machine import describe
+
+    machine, console = describe(), Console()
+    table = Table.grid(padding=(0, 2))
+    table.add_row("quest", quest.__version__)
+    table.add_row("built with", torch.ops.quest.build())
+    table.add_row("CPU", f"{machine['cpu']}, {machine['cores']} cores")
+    others = [isa for isa in backends.isas() if isa != machine["isa"]]
+    table.add_row("instruction set", machine["isa"] + (f" (also usable: {', '.join(others)})" if others else ""))
+    table.add_row("threads", str(machine["threads"]))
+    table.add_row("torch", f"{torch.__version__}, Python {machine['python']}")
+    console.print(table, highlight=False)
+    console.print()
+    table = Table("backend", "what it is", "runs here")
+    for backend in backends.available():
+        table.add_row(backend.name, backend.what, "no: " + "; ".join(backend.reasons) if backend.reasons else "yes")
+    console.print(table)
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Answer this prompt instead of the passkey test.")] = None,
+    budgets: Annotated[str, typer.Option(help="Tokens read per KV head and step, separated by commas.")] = (
+        "64,128,256,512,1024"
+    ),
+    preset: Annotated[Preset, typer.Option(help="How pages are scored and which layers stay dense.")] = Preset.default,
+    context: Annotated[int, typer.Option(min=1, help="Length of a passkey prompt in tokens.")] = 7000,
+    depths: Annotated[int, typer.Option(min=1, help="Places where a passkey is hidden, a prompt each.")] = 4,
+    further_tokens: Annotated[int, typer.Option(min=1, help="Tokens of text to compare with dense, per depth.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer to a prompt of yours.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Of weights and KV cache.")] = Dtype.float32,
+    threads: Threads = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results.json and results.png; the passkey test writes to demo/ if not given."),
+    ] = None,
+) -> None:
+    """A language model answers from a long prompt, densely and with sparse reads.
+
+    Without a prompt: a number is hidden at several depths of a long text, and asked for at its end.
+    """
+    with errors():
+        from quest.bench.machine import describe, summary, write_json
+        from quest.demo import answer_prompt, run_passkeys
+        from quest.demo_report import as_rows, draw, print_answers, print_table
+
+        wanted = whole_numbers("--budgets", budgets)
+        text = None if prompt_file is None else read_prompt(prompt_file)
+        config = presets(preset, wanted)
+        console, start = Console(), time.monotonic()
+        set_threads(threads)
+        machine = describe()
+        console.print(summary(machine), highlight=False)
+        net, tokenizer, name = load_model(model, dtype, console)
+        if text is None:
+            places = [(i + 0.5) / depths for i in range(depths)]
+            rows = run_passkeys(
+                net,
+                tokenizer,
+                budgets=wanted,
+                context=context,
+                depths=places,
+                further=further_tokens,
+                config=config,
+                console=console,
+            )
+            title = f"{name}, {dtype.value}: passkey at {depths} depths of {context:,} tokens"
+            out = Path("demo") if out is None else out
+        else:
+            rows = answer_prompt(
+                net,
+                tokenizer,
+                text,
+                budgets=wanted,
+                max_new_tokens=max_new_tokens,
+                config=config,
+                console=console,
+            )
+            title = f"{name}, {dtype.value}: a prompt of {rows[0].context:,} tokens"
+            print_answers(rows, console)
+        print_table(rows, console, title)
+        if out is not None:
+            write_json(
+                out / "results.json", machine, as_rows(rows), model=name, dtype=dtype.value, context=rows[0].context
+            )
+            draw(rows, out / "results.png", f"{title}; points are budgets in tokens\n{summary(machine)}")
+            console.print(f"wrote {out / 'results.json'} and {out / 'results.png'}", highlight=False)
+        console.print(f"{time.monotonic() - start:.0f} s", highlight=False)
+
+
+@bench.command("decode")
+def bench_decode(
+    context: Annotated[list[int], typer.Option(min=1, help="Tokens; may be given several times.")] = [8192, 32768],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(min=1)] = [1],  # noqa: B006
+    budget: Annotated[list[int], typer.Option(min=1)] = [512, 2048],  # noqa: B006
+    dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.bfloat16],  # noqa: B006
+    num_heads: Annotated[int, typer.Option(min=1)] = 32,
+    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(min=8)] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions per row; the median counts.")] = 40,
+    isa: Annotated[str | None, typer.Option(help="Instruction set of the kernels, the best if not given.")] = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """One decode step of one layer, against PyTorch's attention and the machine's read bandwidth."""
+    with errors():
+        from quest import backends
+        from quest.bench import decode
+
+        if num_heads % num_kv_heads:
+            raise ValueError(f"--num-heads must be a multiple of --num-kv-heads ({num_kv_heads}), got {num_heads}")
+        if isa is not None and isa not in backends.isas():
+            raise ValueError(f"--isa must be one of {', '.join(backends.isas())}, got {isa!r}")
+        set_threads(threads)
+        backends.use_isa(isa)
+        shapes = [
+            decode.Shape(length, rows, tokens, kind.value, num_heads, num_kv_heads, head_dim)
+            for kind in dtype
+            for length in context
+            for rows in batch
+            for tokens in budget
+        ]
+        with reported(json) as (console, rows):
+            rows += decode.run(shapes, rounds=rounds, console=console)
+            decode.show(rows, console)
+
+
+@bench.command("hf")
+def bench_hf(
+    contexts: Annotated[list[int], typer.Option(min=1, help="Tokens; may be given several times.")] = [64, 7168],  # noqa: B006
+    dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.float32, Dtype.bfloat16],  # noqa: B006
+    budget: Annotated[int, typer.Option(min=1)] = 512,
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Steps per row; the median counts.")] = 32,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """A whole model through transformers, time per token: DynamicCache with sdpa, and QuestCache."""
+    with errors():
+        from quest.bench import hf
+
+        set_threads(threads)
+        with reported(json) as (console, rows):
+            net, tokenizer, name = load_model(model, Dtype.float32, console)
+            kinds = [kind.value for kind in dtype]
+            rows += hf.run(net, tokenizer, name, contexts, kinds, budget=budget, tokens=tokens, console=console)
+            hf.show(rows, console)
+
+
+@contextlib.contextmanager
+def reported(json: Path | None) -> Iterator[tuple[Console, list[dict[str, Any]]]]:
+    """The machine first; at the end, `json` if wanted."""
+    from quest.bench.machine import describe, summary, write_json
+
+    console, machine, rows = Console(), describe(), []
+    console.print(summary(machine), highlight=False)
+    yield console, rows
+    if json is not None:
+        write_json(json, machine, rows)
+        console.print(f"wrote {json}", highlight=False)
+
+
+def load_model(path: Path | None, dtype: Dtype, console: Console) -> tuple[Any, Any, str]:
+    """Model, tokenizer, and a name for people. The hub is switched off: nothing is to be looked for there."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from quest import models
+
+    name = "SmolLM2-135M-Instruct" if path is None else path.stem if path.suffix == ".gguf" else path.resolve().name
+    with console.status(f"loading {name}"):
+        return *models.load(path, models.DTYPES[dtype.value]), name
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def presets(preset: Preset, budgets: list[int]) -> Any:
+    """The preset's config; every budget is tried on it, so that a bad one is an error before anything is loaded."""
+    from quest import QuestConfig
+
+    made = QuestConfig.paper() if preset is Preset.paper else QuestConfig()
+    for budget in budgets:
+        made.replace(budget=budget)
+    return made
+
+
+def read_prompt(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: a prompt is UTF-8 text") from None
+    if not text.strip():
+        raise ValueError(f"{path}: the prompt is empty")
+    return text
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} must be whole numbers separated by commas, got {text!r}") from None
