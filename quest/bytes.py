@@ -49,9 +49,9 @@ def step_bytes(
 ) -> StepBytes:
     """One new token of one row and layer, the `context`-th token of its row (the length after the append).
 
-    A dense layer, and a budget that covers the context, read every row and score nothing. Otherwise, per KV head, the
-    summaries of all pages and the rows of the selected ones; with group rule "per_head" each query head reads pages of
-    its own, and a page that several of a group select counts each time.
+    Per KV head: the summaries of all pages, and the rows of the selected ones. With group rule "per_head" each query
+    head reads pages of its own, and a page that several of a group select counts each time. A dense layer, or a budget
+    that covers the context, scores nothing and reads every row.
 
     Args:
         context: tokens that the new token may see, itself included.
@@ -66,13 +66,15 @@ def step_bytes(
     row = (head_dim + (head_dim if v_head_dim is None else v_head_dim)) * itemsize
     dense = context * num_kv_heads * row
     budget = math.ceil(layer.budget * context) if isinstance(layer.budget, float) else layer.budget
-    if layer.dense or budget >= context:
+    selections = num_heads if layer.group_rule == "per_head" else num_kv_heads
+    if layer.dense:
         return StepBytes(kv=dense, dense=dense)
+    if budget >= context:
+        return StepBytes(kv=context * selections * row, dense=dense)
     pages = -(-context // page_size)
     forced = sum(forced_pages(layer.sink_tokens, layer.recent_tokens, page_size))
     selected = min(pages, max(budget // page_size, forced))
     open_page = context - (pages - 1) * page_size  # rows of the newest page, which is always selected
-    selections = num_heads if layer.group_rule == "per_head" else num_kv_heads
     return StepBytes(
         summaries=pages * num_kv_heads * 2 * head_dim * itemsize,
         kv=((selected - 1) * page_size + open_page) * selections * row,
