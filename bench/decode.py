@@ -75,7 +75,7 @@ def run(shapes: Sequence[Shape], *, rounds: int = 40, console: Console | None = 
 def measure(shape: Shape, rounds: int, advance: Callable[[], None] = lambda: None) -> dict[str, Any]:
     config = QuestConfig(budget=shape.budget)
     counted = shape.bytes(config)
-    bandwidth = read_bandwidth(1.0)
+    bandwidth = read_bandwidth(0.5)
     layers = itertools.cycle(paged_layers(shape, config, copies(counted.total)))
     dense_layers = itertools.cycle(plain_layers(shape, copies(counted.dense)))
     queries = itertools.cycle(torch.randn(16, shape.batch, shape.num_heads, shape.head_dim).to(DTYPES[shape.dtype]))
@@ -92,7 +92,7 @@ def measure(shape: Shape, rounds: int, advance: Callable[[], None] = lambda: Non
         if turn >= 2:
             advance()
     ours, best = ours[2:], best[2:]  # the first rounds warm up code, not data
-    bandwidth = max(bandwidth, read_bandwidth(1.0))
+    bandwidth = max(bandwidth, read_bandwidth(0.5))
 
     ms = median_ms(ours)
     return {

@@ -232,7 +232,7 @@ def reported(json: Path | None) -> Iterator[tuple[Console, list[dict[str, Any]]]
     """The machine first; at the end, `json` if wanted."""
     from quest.bench.machine import describe, summary, write_json
 
-    console, machine, rows = Console(), describe(), []
+    console, machine, rows = Console(), describe(), list[dict[str, Any]]()
     console.print(summary(machine), highlight=False)
     yield console, rows
     if json is not None:

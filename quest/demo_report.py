@@ -60,6 +60,9 @@ def print_table(rows: Sequence[Row], console: Console, title: str) -> None:
             f"{row.top1_agreement:.1%} of {row.compared}",
         )
     console.print(table)
+    for row in rows[1:]:
+        if row.answered > rows[0].answered:
+            console.print(f"{row.name} answered more than dense did: chance, or something is wrong", style="yellow")
 
 
 def print_answers(rows: Sequence[Row], console: Console) -> None:

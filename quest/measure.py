@@ -90,7 +90,7 @@ class Decoder:
 
     def generate(self, token: int, max_new_tokens: int, stop: Iterable[int] = ()) -> list[int]:
         """Greedy continuation after `token`, up to a stop token, which is left out."""
-        stop, tokens = set(stop), []
+        stop, tokens = set(stop), list[int]()
         while len(tokens) < max_new_tokens:
             token = int(self.step(token).argmax())
             if token in stop:

@@ -48,9 +48,7 @@ def passkeys(
         length = context - len(before) - len(needle) - len(after)
         start = index * len(text) // len(depths)
         if length < 1:
-            raise ValueError(
-                f"passkey: context must hold more than the question's {context - length} tokens, got {context}"
-            )
+            raise ValueError(f"passkey: context must exceed the question's {context - length} tokens, got {context}")
         if start + length + further > len(text):
             raise ValueError(f"passkey: context must leave room in a text of {len(text)} tokens, got {context}")
         hay = text[start : start + length]

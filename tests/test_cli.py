@@ -1,0 +1,163 @@
+"""The `quest` command: what it prints and writes, and one line for what a user got wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import quest
+from quest import backends
+from quest.cli import app
+
+SMALL = ["--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "16", "--rounds", "3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    pytest.importorskip("transformers")
+    import demo_models
+
+    return str(demo_models.save(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(autouse=True)
+def same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, list(arguments))
+    if code == 0 and result.exception is not None:
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def refused(*arguments: str) -> str:
+    """The one line of an error."""
+    lines = run(*arguments, code=2).strip().splitlines()
+    assert lines[-1].startswith("error: ")
+    return lines[-1]
+
+
+def test_version() -> None:
+    assert run("--version") == f"quest {quest.__version__}\n"
+
+
+def test_info_names_every_backend_and_every_reason() -> None:
+    shown = run("info")
+    assert backends.isa() in shown
+    assert quest.__version__ in shown
+    for backend in backends.available():
+        assert backend.name in shown
+        assert all(reason in shown for reason in backend.reasons)
+
+
+def test_info_needs_no_transformers() -> None:
+    code = "import sys; sys.modules['transformers'] = None; from quest.cli import app; app(['info'])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_bench_decode(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "x.json"
+    shown = run(
+        "bench",
+        "decode",
+        "--context",
+        "256",
+        "--budget",
+        "64",
+        "--budget",
+        "256",
+        "--batch",
+        "2",
+        *SMALL,
+        "--json",
+        str(file),
+    )
+    assert shown.splitlines()[0].count(backends.isa()) == 1
+    found = json.loads(file.read_text())
+    assert {"cpu", "isa", "threads", "torch"} <= set(found["machine"])
+    keys = "context batch budget dtype num_heads num_kv_heads head_dim ms bytes limit_fraction"
+    assert {*keys.split(), "speedup_sdpa_best", "speedup_sdpa_default"} <= set(found["rows"][0])
+    sparse, dense = (row["bytes"] for row in found["rows"])
+    assert dense == 2 * 256 * 2 * 2 * 16 * 2
+    assert sparse == 2 * 2 * (16 * 2 * 16 + 64 * 2 * 16) * 2
+
+
+def test_bench_decode_computes_what_it_times() -> None:
+    from quest import QuestConfig
+    from quest.bench import decode
+
+    shape = decode.Shape(100, 2, 100, "float32", 6, 2, 16)
+    query = torch.randn(2, 6, 16)
+    key, value = decode.plain_layers(shape, 1)[0]
+    torch.testing.assert_close(decode.sdpa_best(query, key, value), decode.sdpa_default(query, key, value))
+    first, second = (layer(query) for layer in decode.paged_layers(shape, QuestConfig(budget=100), 2))
+    torch.testing.assert_close(first, second)
+    assert first.shape == (2, 1, 6, 16)
+
+
+def test_bench_hf(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    options = ["--contexts", "64", "--contexts", "300", "--budget", "128", "--tokens", "4"]
+    shown = run("bench", "hf", "--model", folder, *options, "--json", str(file))
+    assert "DynamicCache" in shown
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["dtype"], row["context"], row["cache"]) for row in rows] == [
+        (dtype, context, cache)
+        for dtype in ("float32", "bfloat16")
+        for context in (64, 300)
+        for cache in ("dynamic", "quest")
+    ]
+    assert all(row["ms_per_token"] > 0 for row in rows)
+    assert "exceed the model's context" in refused("bench", "hf", "--model", folder, "--contexts", "700")
+
+
+def test_demo_passkey(folder: str, tmp_path: Path) -> None:
+    options = ["--context", "500", "--depths", "2", "--further-tokens", "4", "--budgets", "64,512"]
+    shown = run("demo", "--model", folder, *options, "--out", str(tmp_path), "--threads", "1")
+    assert "512 (dense)" in shown
+    found: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
+    assert found["machine"]["threads"] == 1
+    assert [row["budget"] for row in found["rows"]] == ["dense", 64, 512]
+    keys = "answered depths speedup bytes_per_token bytes_fraction top1_agreement"
+    assert set(keys.split()) <= set(found["rows"][0])
+    assert (tmp_path / "results.png").stat().st_size > 10_000
+
+
+def test_demo_with_a_prompt(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Tell me about [bold]pages[/bold]. " * 10)
+    shown = run("demo", "--model", folder, "--prompt-file", str(file), "--budgets", "64", "--max-new-tokens", "5")
+    assert "budget 64" in shown
+    assert "prompt of" in shown
+    assert not Path("demo/results.json").exists() or "wrote" not in shown
+
+
+def test_mistakes_are_one_line(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    assert "no such file" in refused("demo", "--prompt-file", str(file))
+    file.write_text(" \n")
+    assert "empty" in refused("demo", "--prompt-file", str(file))
+    file.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in refused("demo", "--prompt-file", str(file))
+    file.write_text("word " * 200)
+    assert "the model's context is 640" in refused("demo", "--model", folder, "--prompt-file", str(file))
+    assert "no such file or folder" in refused("demo", "--model", str(tmp_path / "none"))
+    assert "neither a config.json nor a .gguf" in refused("demo", "--model", str(tmp_path))
+    assert "--budgets must be" in refused("demo", "--budgets", "few")
+    assert "forced pages" in refused("demo", "--budgets", "16")
+    assert "the model's context is 640" in refused("demo", "--model", folder)
+    assert "--isa must be one of" in refused("bench", "decode", "--isa", "mmx")
+    assert "multiple of --num-kv-heads" in refused("bench", "decode", "--num-heads", "7")
