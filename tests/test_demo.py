@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import demo_models
+import tiny_models
 
 from quest import QuestConfig, models
 from quest.demo import answer_prompt, run_passkeys
@@ -92,6 +93,18 @@ def test_a_copy_decodes_as_its_source(tiny: tuple[Any, Any]) -> None:
     assert len(dense.seconds) == len(covering.seconds) == 30
     whole = model(torch.tensor([tokens[:230]])).logits[0, 200:].argmax(-1)
     assert chosen[0].tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral-sliding", "qwen3-hybrid"])
+def test_layers_that_are_not_paged_are_copied_too(family: str) -> None:
+    model = tiny_models.model(family, "sdpa", seed=1)
+    tokens = tiny_models.prompt(1, 80)[0].tolist()
+    source = prefill(model, tokens[:60])
+    rivals = [Decoder(model, source, None), *(Decoder(model, source, SMALL.replace(budget=b)) for b in (1000, 16))]
+    chosen = follow(rivals, tokens[60:])
+    assert chosen[0].tolist() == chosen[1].tolist()
+    assert source.get_seq_length() == 60
+    model.set_attn_implementation("sdpa")
 
 
 def test_passkey_run(tiny: tuple[Any, Any], tmp_path: Path) -> None:
