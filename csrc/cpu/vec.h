@@ -32,7 +32,7 @@ constexpr int W = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * W)));
-typedef int32_t IVec __attribute__((vector_size(4 * W)));
+typedef uint32_t UVec __attribute__((vector_size(4 * W)));
 typedef uint16_t HVec __attribute__((vector_size(2 * W)));  // W values of 16 bits
 
 struct bf16 {
@@ -111,7 +111,7 @@ QUEST_INLINE Vec load(const bf16* p) {
 #else
   HVec h;
   memcpy(&h, p, sizeof h);
-  return (Vec)(__builtin_convertvector(h, IVec) << 16);
+  return (Vec)(__builtin_convertvector(h, UVec) << 16);
 #endif
 }
 QUEST_INLINE Vec load(const f16* p) {
@@ -214,7 +214,7 @@ QUEST_INLINE Vec exp(Vec x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const IVec scale = ((IVec)(n + shift) << 23) + (127 << 23);
+  const UVec scale = ((UVec)(n + shift) << 23) + (127u << 23);
   Vec y = p * (Vec)scale;
   y = x < -87.3f ? Vec{} : y;
   y = x > 88.0f ? splat(kInf) : y;
