@@ -3,30 +3,37 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-// Order-preserving bits: NaN below -inf, both zeros equal.
-QUEST_INLINE uint32_t rank(float score) {
-  if (score != score) return 0;
-  const uint32_t u = float_to_bits(score + 0.0f);
-  return u >> 31 ? ~u : u | 0x80000000u;
+typedef int32_t IVec __attribute__((vector_size(4 * W)));
+
+// Order-preserving integers: NaN below -inf, both zeros equal.
+QUEST_INLINE IVec rank(Vec scores) {
+  const IVec bits = (IVec)(scores + 0.0f);
+  const IVec order = bits ^ ((bits >> 31) & 0x7fffffff);
+  return scores == scores ? order : (IVec{} + INT32_MIN);
+}
+QUEST_INLINE int32_t rank(float score) { return rank(splat(score))[0]; }
+
+// How many of n scores rank at least `least`.
+static int64_t reached(const float* scores, int64_t n, int32_t least) {
+  IVec counts{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) counts -= rank(load(scores + i)) >= least;
+  int64_t total = 0;
+  for (int lane = 0; lane < W; lane++) total += counts[lane];
+  for (; i < n; i++) total += rank(scores[i]) >= least;
+  return total;
 }
 
-// The rank of the k-th best of n > k > 0 scores, and how many of that very rank are among the k best. Radix select:
-// each round counts the next 8 bits of those that share the bits found so far.
-static uint32_t kth_best(const float* scores, int64_t n, int64_t k, int64_t* ties) {
-  uint32_t found = 0, mask = 0;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    int64_t count[256] = {};
-    for (int64_t i = 0; i < n; i++) {
-      const uint32_t r = rank(scores[i]);
-      if ((r & mask) == found) count[r >> shift & 255]++;
-    }
-    int digit = 255;
-    while (count[digit] < k) k -= count[digit--];
-    found |= static_cast<uint32_t>(digit) << shift;
-    mask |= 255u << shift;
+// The rank from which on the k best of n > k > 0 scores are, found bit by bit: the largest that k scores reach.
+static int32_t kth_best(const float* scores, int64_t n, int64_t k) {
+  uint32_t found = 0;  // offset binary
+  for (int bit = 31; bit >= 0; bit--) {
+    const uint32_t more = found | 1u << bit;
+    const int64_t reach = reached(scores, n, static_cast<int32_t>(more ^ 0x80000000u));
+    if (reach >= k) found = more;
+    if (reach == k) break;  // exactly those
   }
-  *ties = k;
-  return found;
+  return static_cast<int32_t>(found ^ 0x80000000u);
 }
 
 void select(const SelectParams& p, int64_t unit) {
@@ -58,10 +65,16 @@ void select(const SelectParams& p, int64_t unit) {
       take(span.first_page, begin);
       if (room > 0) {
         const float* scores = p.scores + unit * seq.max_pages + begin;
-        int64_t ties;
-        const uint32_t least = kth_best(scores, candidates, room, &ties);
+        const int32_t least = kth_best(scores, candidates, room);
+        int64_t ties = room;  // of the least rank, so many fit: the first ones
+        if (least < INT32_MAX) ties -= reached(scores, candidates, least + 1);
+        int32_t ranks[W];
         for (int64_t i = 0; i < candidates; i++) {
-          const uint32_t r = rank(scores[i]);
+          if (i % W == 0) {
+            const IVec r = rank(candidates - i < W ? load_n(scores + i, candidates - i) : load(scores + i));
+            memcpy(ranks, &r, sizeof r);
+          }
+          const int32_t r = ranks[i % W];
           if (r > least || (r == least && ties-- > 0)) take(begin + i, begin + i + 1);
         }
       }
