@@ -38,7 +38,8 @@ class PagedKVCache:
         num_layers: layers with K and V of their own.
         batch_size: rows; `fork` can change it.
         config: page size, block size, and how a step reads.
-        num_blocks: blocks to start with, for all rows together.
+        num_blocks: blocks to start with, for all rows together. A pool that grows is another tensor afterwards, so give
+            enough where something holds on to it.
         device: where the pools live.
 
     Attributes:

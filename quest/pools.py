@@ -47,13 +47,15 @@ class Pools:
             pools[layer] = pool
 
     def grow(self, num_blocks: int) -> None:
-        """Room for `num_blocks`; each tensor is complete before it replaces the smaller one."""
-        for pools in self.kinds:
-            for layer, pool in enumerate(pools):
-                if pool is not None and pool.shape[0] < num_blocks:
-                    larger = pool.new_empty(num_blocks, *pool.shape[1:])
-                    larger[: pool.shape[0]] = pool
-                    pools[layer] = larger
+        """Room for `num_blocks`. Where memory runs out, layers are larger already or as before, all of them whole."""
+        for layer, k_cache in enumerate(self.k_cache):
+            if k_cache is None or k_cache.shape[0] >= num_blocks:
+                continue
+            old = [pool for pools in self.kinds if (pool := pools[layer]) is not None]
+            new = [pool.new_empty(num_blocks, *pool.shape[1:]) for pool in old]
+            for pools, small, large in zip(self.kinds, old, new, strict=True):
+                large[: small.shape[0]] = small
+                pools[layer] = large
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer: K, V and summaries."""

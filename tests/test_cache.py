@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quest import PagedKVCache, QuestConfig, reference
-from quest.pools import Pools
 
 HEADS, DIM, V_DIM = 2, 8, 16
 
@@ -322,22 +321,30 @@ def test_fork_shares_full_blocks() -> None:
     assert used() == 10 + 5
 
 
-def test_memory_that_runs_out_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("allocations", [0, 1, 3, 4, 6])
+def test_memory_that_runs_out_changes_nothing(allocations: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever growing stops, in the middle of a layer or between two, the cache is as before and works on."""
     plain = Plain(2, 2, config())
     plain.extend([7, 5], torch.arange(7) >= torch.tensor([[0], [2]]))
     plain.fork([0, 1, 0])
+    made, new_empty = [0], Tensor.new_empty
 
-    def fail(self: Pools, num_blocks: int) -> None:
-        raise torch.OutOfMemoryError("no memory")
+    def run_out(self: Tensor, *args: Any, **options: Any) -> Tensor:
+        made[0] += 1
+        if made[0] > allocations:
+            raise torch.OutOfMemoryError("no memory")
+        return new_empty(self, *args, **options)
 
-    monkeypatch.setattr(Pools, "grow", fail)
-    monkeypatch.setattr(plain.cache._blocks, "free", [])
+    monkeypatch.setattr(Tensor, "new_empty", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         plain.cache.extend(40)
-    with pytest.raises(torch.OutOfMemoryError):
-        plain.cache.crop([6, 5, 7])
+    with monkeypatch.context() as m:
+        m.setattr(plain.cache._blocks, "free", [])
+        with pytest.raises(torch.OutOfMemoryError):
+            plain.cache.crop([6, 5, 7])
     monkeypatch.undo()
     plain.check()
+    plain.extend(2, torch.ones(3, 2, dtype=torch.bool))
     plain.extend(40, torch.ones(3, 40, dtype=torch.bool))
     plain.crop([6, 45, 7])
     plain.check()

@@ -228,8 +228,7 @@ def test_text_is_that_of_dynamic_cache(family: str, scenario: Scenario) -> None:
     text = run(family, scenario, "quest", new_cache)
     if isinstance(expected, tuple):
         assert text == expected
-        assert family == "gemma3"
-        assert "crop" in expected[1]
+        assert family == "gemma3"  # transformers' own sliding layers can't do it
         return
     assert torch.equal(text, expected), (text, expected)
     assert text.unique().numel() > 8  # no text that any cache would give

@@ -58,7 +58,9 @@ class LazyStates(torch.Tensor):
         return lazy
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable and args and isinstance(args[0], LazyStates):
             raise TypeError(f"{func}: K and V that QuestCache.update gave back can't be written to; clone them first")
         args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs or {}))
@@ -67,7 +69,7 @@ class LazyStates(torch.Tensor):
     def dense(self) -> Tensor:
         return self.states.dense()[self.which]
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyStates({'KV'[self.which]} of layer {self.states.layer.index}, shape={[*self.shape]}, {self.dtype})"
 
 
@@ -136,6 +138,7 @@ class QuestLayer(CacheLayerMixin):
         if real is not None and q_len > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
             return None  # padding between the new tokens
         step = store.step(start, key, real)
+        query = query if query.stride(-1) == 1 else query.contiguous()
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out, _ = store.paged.decode(self.index, q, k, v, step, **options)  # type: ignore[union-attr]
         self._stored(key)
@@ -159,21 +162,21 @@ class QuestLayer(CacheLayerMixin):
             mask = mask[..., :columns]
             if window is None and real is None:
                 return k, v, mask
-            return (
-                k,
-                v,
-                restrict(mask, visible_columns(q_len, columns, k.device, causal=False, window=window, real=real)),
-            )
+            visible = visible_columns(q_len, columns, k.device, causal=False, window=window, real=real)
+            return k, v, restrict(mask, visible)
         if window is None and real is None and columns == q_len:
             return k, v, None
         return k, v, visible_columns(q_len, columns, k.device, causal=causal, window=window, real=real)
 
     def _real(self, mask: Tensor | None) -> Tensor | None:
-        """Which of the pending columns are tokens [batch, q_len], None if all are (or another layer has looked)."""
+        """Which of the pending columns are tokens [batch, q_len], None if all are."""
         if mask is None or self.pending is None:
             return None
         batch, _, count, _ = self.pending[0].shape
-        return None if self.store.has_step(self.columns, count) else real_columns(mask, self.columns, count, batch)
+        start, end = self.columns, self.columns + count
+        if self.store.has_step(start, count):  # another layer has looked
+            return None if self.store.real is None else self.store.real[:, start:end]
+        return real_columns(mask, start, count, batch)
 
     def settle(self, real: Tensor | None = None) -> None:
         """Store the pending tokens; `real` bool [batch, q_len] says which are no padding, None that all are tokens."""
