@@ -168,7 +168,7 @@ def test_budget_counts_whole_pages(verbs):
         return verbs.select(scores, lens, page_size=16, budget=budget)[1].item()
 
     assert [count(b) for b in (16, 31, 32, 120, 121, 128)] == [1, 1, 2, 7, 8, 8]
-    assert [count(b) for b in (0.01, 0.27, 0.5, 0.99, 1.0)] == [1, 2, 3, 7, 8]  # 0.27 of 121: 33 tokens
+    assert [count(b) for b in (0.01, 0.256, 0.264, 0.5, 0.99, 1.0)] == [1, 1, 2, 3, 7, 8]  # 31, 32 tokens
 
 
 def test_selection_inside_a_window(verbs):
