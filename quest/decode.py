@@ -62,36 +62,95 @@ def decode(
     Returns:
         out [batch, q_len, num_heads, v_head_dim] in the query's dtype, lse float32 [batch, q_len, num_heads].
     """
+    tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
+    options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
+    try:
+        if not _as_usual(*tensors, config=config, layer_idx=layer_idx, **options):
+            _check(*tensors, config=config, layer_idx=layer_idx, **options)
+        if query.dim() == 3:
+            tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *tensors[3:])
+        chosen = backends.choose(backend, query.device)
+        if chosen == "reference":
+            out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options)
+        else:
+            run = _fused if chosen == "cpu" else _verbs
+            out, lse = run(*tensors, config.layer(layer_idx), config.page_size, check=check, **options)
+    except Exception:
+        # The op has looked before it wrote. What is wrong with an argument, the checks say better.
+        _check(query, key, value, *tensors[3:], config=config, layer_idx=layer_idx, **options)
+        raise
+    return (out.squeeze(1), lse.squeeze(1)) if query.dim() == 3 else (out, lse)
+
+
+def _as_usual(
+    *tensors: Tensor,
+    config: QuestConfig,
+    layer_idx: int,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+) -> bool:
+    """A glance at what the op can't see; the checks of every call would cost as much as a short context's attention."""
+    if torch.compiler.is_compiling():  # checks cost nothing then, and the op is not there to look
+        return False
     args = Args("decode")
-    squeeze = args.tensor("query", query).dim() == 3
-    if squeeze:
+    args.at_least("layer_idx", layer_idx, 0)
+    args.positive("softmax_scale", softmax_scale)
+    args.positive("softcap", softcap)
+    args.window(window)
+    query, key, _, k_cache, _, page_min, *_, slot_mapping = tensors
+    if sinks is not None:
+        tensors += (sinks,)
+        if sinks.shape != query.shape[-2:-1] or sinks.dtype not in FLOATS:
+            return False
+    return (
+        config.page_size * page_min.shape[2] == k_cache.shape[2]
+        and slot_mapping.shape == key.shape[:-2]
+        and all(x.is_cpu for x in tensors)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    )
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_min: Tensor,
+    page_max: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    config: QuestConfig,
+    layer_idx: int,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+) -> None:
+    """Raise if an argument is wrong, whatever its values are."""
+    args = Args("decode")
+    if args.tensor("query", query).dim() == 3:
         query = query.unsqueeze(1)
         key, value = (args.tensor(name, x).unsqueeze(1) for name, x in (("key", key), ("value", value)))
     args.add("query", query, ops.QUERY, FLOATS)
-    key, value, slot_mapping = ops._append_args(args, key, value, k_cache, v_cache, slot_mapping)
+    ops._append_args(args, key, value, k_cache, v_cache, slot_mapping)
     args.heads()
     ops._summary_args(args, page_min, page_max, k_cache)
     ops._sequence_args(args, block_table, seq_lens)
     args.positive("softmax_scale", softmax_scale)
     args.positive("softcap", softcap)
     args.window(window)
-    sinks = args.sinks(sinks)
+    args.sinks(sinks)
     if not isinstance(config, QuestConfig):
         args.fail("config", "must be a QuestConfig", type(config).__name__, TypeError)
     args.at_least("layer_idx", layer_idx, 0)
     page_size = args["block_size"] // args["pages_per_block"]
     if config.page_size != page_size:
         args.fail("config", f"must have the page_size of the summaries, {page_size}", config.page_size)
-
-    tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
-    options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
-    chosen = backends.choose(backend, query.device)
-    if chosen == "reference":
-        out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options)
-    else:
-        run = _fused if chosen == "cpu" else _verbs
-        out, lse = run(*tensors, config.layer(layer_idx), page_size, check=check, **options)
-    return (out.squeeze(1), lse.squeeze(1)) if squeeze else (out, lse)
 
 
 def _verbs(
@@ -154,7 +213,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
     max_pages = block_table.shape[1] * page_min.shape[2]
-    return torch.ops.quest.decode(
+    return torch.ops.quest.decode.default(
         query,
         key,
         value,
@@ -164,7 +223,7 @@ def _fused(
         page_max,
         block_table,
         seq_lens,
-        slot_mapping,
+        slot_mapping.contiguous(),
         layer.dense,
         ops._scale(softmax_scale, query),
         *ops.split_budget(layer.budget),
@@ -174,7 +233,7 @@ def _fused(
         layer.slack,
         layer.group_rule,
         softcap or 0.0,
-        sinks,
+        None if sinks is None else sinks.float().contiguous(),
         window or -1,
         check,
     )
