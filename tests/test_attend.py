@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import BF16, DTYPES, F16, INF, NAN, SHAPES, Case, Shape, check_attend, make, memory
+from cases import BF16, DTYPES, F16, INF, NAN, SHAPES, Case, Shape, check_attend, make, memory, same
 
 import quest
 
@@ -215,6 +215,41 @@ def test_only_keys_without_weight(isa, threads):
         case.k_cache[case.block_table[0, -3].long(), :, :, 0] = 1.0
         case.query[..., 0] = 1.0
         check_attend(attend(case), case)
+
+
+def read_back(values: torch.Tensor, query_dtype: torch.dtype) -> torch.Tensor:
+    """What attention to a single token gives: that token's value, in the query's dtype."""
+    rows, dim = values.shape
+    table, lens = torch.arange(rows, dtype=torch.int32)[:, None], torch.ones(rows, dtype=torch.int32)
+    k_cache = torch.zeros(rows, 1, 1, 8, dtype=values.dtype)
+    query = torch.zeros(rows, 1, 8, dtype=query_dtype)
+    return quest.attend(query, k_cache, values[:, None, None], table, lens)[0].view(rows, dim)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_every_16_bit_value(isa, dtype):
+    """All 65536 bit patterns pass through unchanged: subnormals, infinities and NaN too."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(64, 1024)
+    assert same(read_back(values, dtype), values)
+    assert same(read_back(values, torch.float32), values.float())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_rounding_to_16_bits(isa, dtype):
+    """To nearest, ties to even: at, just below and just above the middle of any two neighbours, and at overflow."""
+    low = torch.arange(2**15 - 1, dtype=torch.int32).to(torch.int16).view(dtype)
+    low = low[low.isfinite()].double()
+    high = torch.cat([low[1:], low[-1:] * 2 - low[-2:-1]])
+    middle = ((low + high) / 2).float()
+    below, above = (torch.nextafter(middle, torch.tensor(x)) for x in (0.0, INF))
+    values = torch.cat([middle, below, above, -middle, -below, -above])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 512)).view(-1, 512)
+    assert same(read_back(values, dtype), values.to(dtype))
+
+
+def test_sinks_without_weight_are_none(isa):
+    case = make("group_3")
+    assert all(map(torch.equal, attend(case, sinks=torch.full((9,), -INF)), attend(case)))
 
 
 def test_strided_pages_and_table(isa):

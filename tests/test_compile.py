@@ -165,7 +165,8 @@ def test_verbs_one_by_one():
         quest.summarise(k_cache, page_min, page_max, table, lens, torch.ones_like(lens))
         scores = quest.score(query.transpose(1, 2), page_min, page_max, table, lens, page_size=PAGE)
         page_idx, _ = quest.select(scores, lens, page_size=PAGE, budget=0.3)
-        sparse = quest.attend(query.transpose(1, 2), k_cache, v_cache, table, lens, page_idx, page_size=PAGE)
+        options = {"softcap": 3.0, "sinks": torch.ones(HEADS), "window": 20}
+        sparse = quest.attend(query.transpose(1, 2), k_cache, v_cache, table, lens, page_idx, page_size=PAGE, **options)
         return quest.merge(*sparse, *sparse)[0]
 
     eager, layer = Buffers(), Buffers()

@@ -186,6 +186,21 @@ def test_later_tokens_change_nothing_before_them(isa, shape):
             assert got[1][:, :t].equal(lse[:, :t])
 
 
+@pytest.mark.parametrize("rule", ["softmax", "relative", "per_head"])
+def test_c15_a_key_that_holds_nan(isa, rule):
+    """Its page ranks last: read only where it must be or when everything is."""
+    case = make("ragged", seq_lens=(160,))
+    case.k_cache[case.block_table[0, 4].long(), :, 3, 7] = NAN
+    quest.summarise(case.k_cache, *case.summary, case.seq_lens)
+    for pages, nan in ((3, False), (9, False), (10, True)):
+        config = config_of(case, budget=16 * pages, group_rule=rule, slack=1.0)
+        chosen = selection(case, config)
+        assert (chosen == 4).any() == nan
+        assert ((chosen >= 0) & (chosen < 10)).sum(-1).eq(pages).all()
+        (out, _), _ = run(case, config)
+        assert out.isnan().any() == nan
+
+
 def test_new_tokens_of_a_long_step_are_all_read(isa):
     """A step longer than the budget: every token reads all that is new before it."""
     case = make(Shape("", seq_lens=(200, 90), q_len=90, page_size=8, head_dim=16))

@@ -14,7 +14,9 @@ from quest import QuestConfig, backends, reference
 LAYOUTS = ("plain", "padded", "token_major", "interleaved")
 
 
-few = settings(max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+few = settings(
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 @st.composite
