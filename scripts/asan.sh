@@ -10,7 +10,7 @@ tree=build/asan
 
 mkdir -p $tree
 for part in csrc quest tests examples bench setup.py pyproject.toml; do
-    [ -e $part ] && rm -rf ${tree:?}/$part && cp -r $part $tree/
+    [ -e $part ] && rm -rf ${tree:?}/$part && cp -rp $part $tree/
 done
 rm -f $tree/quest/*.so
 cd $tree
