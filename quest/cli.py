@@ -106,7 +106,7 @@ def demo(
     preset: Annotated[Preset, typer.Option(help="How pages are scored and which layers stay dense.")] = Preset.default,
     context: Annotated[int, typer.Option(min=1, help="Length of a passkey prompt in tokens.")] = 7000,
     depths: Annotated[int, typer.Option(min=1, help="Places where a passkey is hidden, a prompt each.")] = 4,
-    further_tokens: Annotated[int, typer.Option(min=1, help="Tokens of text to compare with dense, per depth.")] = 64,
+    further_tokens: Annotated[int, typer.Option(min=1, help="Tokens of English to compare with dense.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer to a prompt of yours.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="Of weights and KV cache.")] = Dtype.float32,
     threads: Threads = None,

@@ -17,14 +17,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from quest.bytes import model_bytes
 from quest.config import QuestConfig
 from quest.measure import Decoder, context_limit, follow, prefill
-from quest.passkey import Passkey, passkeys, prompt
+from quest.passkey import Passkey, document, encode, passkeys, prompt
 
 __all__ = ["BUDGETS", "CONTEXT", "DEPTHS", "Row", "answer_prompt", "run_passkeys"]
 
 BUDGETS = (64, 128, 256, 512, 1024)
 CONTEXT = 7000
 DEPTHS = (0.125, 0.375, 0.625, 0.875)
-FURTHER = 64  # tokens that the text goes on with after the prompt's, on which every budget is compared with dense
+FURTHER = 64  # tokens of English on which every budget is compared with dense
 ANSWER_TOKENS = 16
 READING = 100  # what reading a prompt takes, in steps: for the progress bar only
 
@@ -78,19 +78,29 @@ def run_passkeys(
     """Hide a number at each depth of a prompt of `context` tokens; ask for it densely and at each budget.
 
     The prompt's last token and the answer are decoded step by step, so every token of an answer comes from a sparse
-    read. Then, from the end of the text, the `further` tokens that it goes on with are fed to all budgets in turn:
-    speed and agreement are taken there.
+    read. Then `context` tokens of English are read and the `further` tokens that follow them fed to all budgets in
+    turn: speed and agreement are taken there.
 
     Raises:
-        ValueError: the model's positions don't reach that far, or a budget doesn't hold the forced pages.
+        ValueError: the model's positions don't reach that far, the English text doesn't, or a budget doesn't hold the
+            forced pages.
     """
-    _check_length(model, context, ANSWER_TOKENS + further)
+    _check_length(model, context, max(ANSWER_TOKENS, further))
     rows = _rows(model, budgets, context, config or QuestConfig())
-    prompts = passkeys(tokenizer, context, depths, further=further)
-    with _Bar(console, len(prompts) * (READING + len(rows) * (ANSWER_TOKENS + further))) as bar:
+    prompts = passkeys(tokenizer, context, depths)
+    text = encode(tokenizer, document())[: context + further]
+    if len(text) < context + further:
+        raise ValueError(f"context must leave {further} of the text's {len(text):,} tokens to follow, got {context:,}")
+    with _Bar(console, (len(prompts) + 1) * READING + len(rows) * (len(prompts) * ANSWER_TOKENS + further)) as bar:
         for number, one in enumerate(prompts, 1):
             bar.prefix = f"depth {number}/{len(prompts)}: "
             _run_passkey(model, tokenizer, one, rows, bar)
+        bar.prefix = "text: "
+        bar.say(f"reading {context:,} tokens")
+        source = prefill(model, text[: context - 1])
+        bar.advance(READING)
+        bar.say(f"comparing, {further} further tokens")
+        _compare(model, source, rows, text[context - 1 : -1], bar)
     return rows
 
 
@@ -104,9 +114,6 @@ def _run_passkey(model: Any, tokenizer: Any, one: Passkey, rows: Sequence[Row], 
         row.answered += one.key in answer
         row.depths += 1
         bar.advance(ANSWER_TOKENS)
-    bar.say(f"comparing, {len(one.further)} further tokens")
-    source.crop(one.haystack - len(one.tokens))  # keeps all of the text but its last token
-    _compare(model, source, rows, [one.tokens[one.haystack - 1], *one.further[:-1]], bar)
 
 
 def answer_prompt(

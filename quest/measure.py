@@ -31,7 +31,7 @@ def context_limit(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(model: Any, tokens: Sequence[int]) -> Any:
     """Read a prompt with transformers' sdpa attention into a `DynamicCache`, in one pass."""
     from transformers import DynamicCache
@@ -42,7 +42,7 @@ def prefill(model: Any, tokens: Sequence[int]) -> Any:
     return cache
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def paged_copy(model: Any, source: Any, config: QuestConfig) -> Any:
     """A `QuestCache` of the tokens in `source`. Layers that it doesn't page are copied as they are."""
     from quest.integrations.transformers import QuestCache, register
@@ -78,7 +78,7 @@ class Decoder:
         self.seconds: list[float] = []
         self._argument = cache_argument(model)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def step(self, token: int) -> Tensor:
         """Append one token; logits [vocabulary] of what follows it."""
         _attend_with(self.model, self.attention)

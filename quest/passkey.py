@@ -1,6 +1,6 @@
-"""The passkey test: a number hidden in a long text, asked for at the end (after Mohtashami and Jaggi, 2023).
+"""The passkey test: a number hidden in a long text of no interest, asked for at its end.
 
-The text is real English that every Python ships, the language reference of `pydoc`.
+After the test of Mohtashami and Jaggi, "Landmark Attention" (arXiv 2305.16300), filler and question included.
 """
 
 from __future__ import annotations
@@ -12,61 +12,46 @@ from typing import Any
 
 __all__ = ["Passkey", "document", "passkeys"]
 
-INTRODUCTION = "Read the following text. A secret number is hidden in it.\n\n"
-NEEDLE = "\n\nThe secret number is {key}. Remember: the secret number is {key}.\n\n"
-QUESTION = "\n\nWhat is the secret number?"
-ANSWER = "The secret number is"  # asks a model without chat template
+INTRODUCTION = (
+    "There is an important pass key hidden inside a lot of irrelevant text. Find it and memorize it. "
+    "I will quiz you about it.\n\n"
+)
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
+QUESTION = "\n\nWhat is the pass key? The pass key is"
 PLACEHOLDER = "@@TEXT@@"
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """One prompt. `tokens[:haystack]` ends where the text ends; `further` is what the text goes on with."""
+    """One prompt of the test: `key` is hidden at `depth` (0 = the text's beginning, 1 = its end) of `tokens`."""
 
     key: str
     depth: float
     tokens: list[int]
-    haystack: int
-    further: list[int]
 
 
-def passkeys(
-    tokenizer: Any, context: int, depths: Sequence[float], *, further: int = 64, seed: int = 0
-) -> list[Passkey]:
-    """One prompt of `context` tokens per depth (0 = the text's beginning, 1 = its end), each in a text of its own.
+def passkeys(tokenizer: Any, context: int, depths: Sequence[float], *, seed: int = 0) -> list[Passkey]:
+    """One prompt of `context` tokens per depth, each with a number of its own. It ends where the number must follow.
 
     Raises:
-        ValueError: the context doesn't hold the question, or the text is too short for it.
+        ValueError: the context doesn't hold the question.
     """
-    before, after = frame(tokenizer)
-    text = encode(tokenizer, document())
+    before = opening(tokenizer) + encode(tokenizer, INTRODUCTION)
+    after = encode(tokenizer, QUESTION)
+    filler = encode(tokenizer, FILLER)
     rng = random.Random(seed)
     prompts = []
-    for index, depth in enumerate(depths):
+    for depth in depths:
         key = str(rng.randint(10000, 99999))
         needle = encode(tokenizer, NEEDLE.format(key=key))
         length = context - len(before) - len(needle) - len(after)
-        start = index * len(text) // len(depths)
         if length < 1:
             raise ValueError(f"passkey: context must exceed the question's {context - length} tokens, got {context}")
-        if start + length + further > len(text):
-            raise ValueError(f"passkey: context must leave room in a text of {len(text)} tokens, got {context}")
-        hay = text[start : start + length]
+        text = (filler * (length // len(filler) + 1))[:length]
         place = round(depth * length)
-        haystack = before + hay[:place] + needle + hay[place:]
-        more = text[start + length : start + length + further]
-        prompts.append(Passkey(key, depth, haystack + after, len(haystack), more))
+        prompts.append(Passkey(key, depth, before + text[:place] + needle + text[place:] + after))
     return prompts
-
-
-def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What stands before and after the text: introduction and question, as the model's chat template wants them."""
-    content = INTRODUCTION + PLACEHOLDER + QUESTION
-    if has_template(tokenizer):
-        before, after = in_template(tokenizer, content).split(PLACEHOLDER)
-        return encode(tokenizer, before), encode(tokenizer, after)
-    before, after = f"{content}\n\n{ANSWER}".split(PLACEHOLDER)
-    return opening(tokenizer) + encode(tokenizer, before), encode(tokenizer, after)
 
 
 def prompt(tokenizer: Any, content: str) -> list[int]:
@@ -97,7 +82,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def document() -> str:
-    """About 465,000 characters of technical English."""
+    """About 465,000 characters of technical English that every Python ships: the language reference of `pydoc`."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics.values())
