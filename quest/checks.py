@@ -115,6 +115,25 @@ class Args:
         return sinks.float().contiguous()
 
 
+def check_values(op: str, k_cache: Tensor, block_table: Tensor, seq_lens: Tensor, slot_mapping: Tensor) -> None:
+    """What the fused op looks at before it writes, for backends that write verb by verb."""
+    args, (blocks, _, block_size, _) = Args(op), k_cache.shape
+    for i, slot in enumerate(slot_mapping.flatten().tolist()):
+        if not -1 <= slot < blocks * block_size:
+            args.fail("slot_mapping:", f"slot of token {i} must be -1 (skip) or in [0, {blocks * block_size})", slot)
+    for row, (length, ids) in enumerate(zip(seq_lens.tolist(), block_table.tolist())):
+        if length < 0:
+            args.fail(f"seq_lens[{row}]:", "must not be negative", length)
+        if length > len(ids) * block_size:
+            args.fail(
+                "block_table:", f"{len(ids)} blocks of {block_size} tokens are too narrow for seq_lens[{row}]", length
+            )
+        for i, block in enumerate(ids[: -(-length // block_size)]):
+            if not 0 <= block < blocks:
+                rule = f"block id must be in [0, {blocks}) for seq_lens[{row}] = {length}"
+                args.fail(f"block_table[{row}, {i}]:", rule, block)
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

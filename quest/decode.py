@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quest import backends, ops, reference
-from quest.checks import FLOATS, Args
+from quest.checks import FLOATS, Args, check_values
 from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
 
 
@@ -65,11 +65,13 @@ def decode(
     tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
     options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
     try:
-        if not _as_usual(*tensors, config=config, layer_idx=layer_idx, **options):
+        chosen = backends.choose(backend, query.device)
+        if chosen != "cpu" or not _as_usual(*tensors, config=config, layer_idx=layer_idx, **options):
             _check(*tensors, config=config, layer_idx=layer_idx, **options)
         if query.dim() == 3:
             tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *tensors[3:])
-        chosen = backends.choose(backend, query.device)
+        if chosen != "cpu" and check and not torch.compiler.is_compiling():
+            check_values("decode", k_cache, block_table, seq_lens, slot_mapping)
         if chosen == "reference":
             out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options)
         else:

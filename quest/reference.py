@@ -292,4 +292,4 @@ def _positions(seq_lens: Tensor, q_len: int) -> Tensor:
 
 def _by_row(summary: Tensor, block_table: Tensor) -> Tensor:
     """Pool order to row order: [num_blocks, Hkv, pages, D] -> [batch, Hkv, max_blocks * pages, D]."""
-    return summary[block_table.clamp_min(0).long()].transpose(1, 2).flatten(2, 3)
+    return summary[block_table.clamp(0, len(summary) - 1).long()].transpose(1, 2).flatten(2, 3)
