@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "tensors.h"
@@ -96,9 +97,8 @@ static void run(const SummariseParams& p) {
   const Sequences& seq = p.seq;
   auto end_page = [&](int64_t b) { return ceil_div(seq.length(b), seq.page_size); };
   auto first_page = [&](int64_t b) {
-    const int64_t length = seq.length(b), fresh = p.num_new ? p.num_new[b] : seq.q_len;
-    if (fresh <= 0) return end_page(b);
-    return std::max<int64_t>(0, length - fresh) / seq.page_size;
+    if (p.num_new[b] <= 0) return end_page(b);
+    return std::max<int64_t>(0, seq.length(b) - p.num_new[b]) / seq.page_size;
   };
   int64_t most = 0;
   for (int64_t b = 0; b < seq.batch; b++) most = std::max(most, end_page(b) - first_page(b));
@@ -406,7 +406,11 @@ std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& key, const 
   const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), block_size, block_size / pages,
                                      query.size(1), window, check, op);
   expect(key.size(0) == seq.batch && key.size(1) == seq.q_len, op, "key", "must have the query's batch and q_len");
-  const SummariseParams summary = summarise_params(k_cache, page_min, page_max, seq, op);
+  SummariseParams summary = summarise_params(k_cache, page_min, page_max, seq, op);
+  std::vector<int32_t> num_new(seq.batch);  // a row that stores nothing keeps its summaries, and may share their block
+  for (int64_t i = 0; i < rows.num_tokens; i++)
+    if (rows.slots[i] >= 0) num_new[i / seq.q_len] = static_cast<int32_t>(seq.q_len);
+  summary.num_new = num_new.data();
   ScoreParams scored = score_params(query, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
   AttendParams attended = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
 

@@ -75,7 +75,7 @@ struct AppendParams {
 struct SummariseParams {
   Sequences seq;
   Pool k_cache, page_min, page_max;
-  const int32_t* num_new;  // [batch]; null: seq.q_len for every row
+  const int32_t* num_new;  // [batch]
   int64_t num_kv_heads;
 };
 

@@ -177,7 +177,8 @@ def _verbs(
 ) -> tuple[Tensor, Tensor]:
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
 
-    num_new = torch.full_like(seq_lens, query.shape[1])
+    q_len = query.shape[1]
+    num_new = (slot_mapping.view(-1, q_len) >= 0).any(1).int() * q_len  # a row that stores nothing is left alone
     ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
 
     seen: dict[str, Any] = dict(page_size=page_size, window=window, check=check)

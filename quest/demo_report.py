@@ -57,7 +57,7 @@ def print_table(rows: Sequence[Row], console: Console, title: str) -> None:
             f"{entry['speedup']:.2f}x",
             f"{row.bytes_per_token / 1e6:.1f}",
             f"{row.bytes_fraction:.1%}",
-            f"{row.top1_agreement:.1%} of {row.compared}",
+            f"{row.top1_agreement:.1%}",
         )
     console.print(table)
     for row in rows[1:]:

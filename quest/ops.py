@@ -38,7 +38,8 @@ def append(
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim] or [batch, q_len, num_kv_heads, head_dim], dtype of the cache.
         k_cache, v_cache: written in place; their head_dim may differ.
-        slot_mapping: int64, [num_tokens] or [batch, q_len]: block id * block_size + offset, -1 = skip.
+        slot_mapping: int64, [num_tokens] or [batch, q_len]: block id * block_size + offset, -1 = skip. No slot may be
+            named twice: which of its rows stays is not defined.
     """
     args = Args("append")
     key, value, slot_mapping = _append_args(args, key, value, k_cache, v_cache, slot_mapping)

@@ -156,7 +156,7 @@ def test_c19_ragged_batch(isa, dtype):
 
 
 def test_a_skipped_row_writes_nothing(isa):
-    """Slot -1: the row attends to what it has."""
+    """Slot -1: the row attends to what it has, and leaves its summaries alone, whose blocks it may share."""
     case = make("ragged", seq_lens=(37, 37))
     state = case.before()
     slots = case.slot_mapping.clone()
@@ -164,9 +164,11 @@ def test_a_skipped_row_writes_nothing(isa):
     lens = torch.tensor([37, 36], dtype=torch.int32)
     given = state.replace(slot_mapping=slots, seq_lens=lens)
     dense = config_of(case, dense_layers=(0,))
+    marked = case.block_table[1, 2]
+    given.page_min[marked] = given.page_max[marked] = 123.0
     out, lse = quest.decode(*given.step, config=dense)
-    assert given.k_cache[case.block_table[1, 2], :, 4].isnan().all()
-    assert given.page_min[case.block_table[1, 2]].isfinite().all()
+    assert given.k_cache[marked, :, 4].isnan().all()
+    assert (given.page_min[marked] == 123).all() and (given.page_max[marked] == 123).all()
     check_attend((out, lse), given)
 
 
