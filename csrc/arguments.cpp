@@ -1,0 +1,155 @@
+#include "arguments.h"
+
+namespace quest {
+
+static GroupRule rule_of(const std::string& name, const char* op) {
+  if (name == "softmax") return GroupRule::softmax;
+  if (name == "relative") return GroupRule::relative;
+  if (name == "per_head") return GroupRule::per_head;
+  fail(op, ": group_rule: expected softmax, relative or per_head, got ", name);
+}
+
+AppendParams append_params(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
+                           const Tensor& slot_mapping, bool check, const char* op) {
+  AppendParams p;
+  p.key = rows_of(key, op, "key");
+  p.value = rows_of(value, op, "value");
+  p.k_cache = pool_of(k_cache, op, "k_cache");
+  p.v_cache = pool_of(v_cache, op, "v_cache");
+  p.q_len = key.size(1);
+  p.num_tokens = key.size(0) * key.size(1);
+  p.num_kv_heads = k_cache.size(1);
+  p.block_size = k_cache.size(2);
+  p.num_slots = k_cache.size(0) * p.block_size;
+  expect(p.k_cache.dtype == p.v_cache.dtype && p.key.dtype == p.k_cache.dtype && p.value.dtype == p.k_cache.dtype, op,
+         "key, value", "must have the dtype of the cache");
+  expect(v_cache.size(0) == k_cache.size(0) && v_cache.size(1) == p.num_kv_heads && v_cache.size(2) == p.block_size, op,
+         "v_cache", "must match k_cache in all but the last dimension");
+  expect(value.size(0) == key.size(0) && value.size(1) == p.q_len && key.size(2) == p.num_kv_heads &&
+             value.size(2) == p.num_kv_heads && p.key.dim == p.k_cache.dim && p.value.dim == p.v_cache.dim,
+         op, "key, value", "must match each other and the cache");
+  expect(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.numel() == p.num_tokens &&
+             slot_mapping.is_contiguous(),
+         op, "slot_mapping", "expected a contiguous int64 tensor, one slot for each token");
+  p.slots = static_cast<const int64_t*>(data_of(slot_mapping));
+  for (int64_t i = 0; check && i < p.num_tokens; i++)
+    if (p.slots[i] < -1 || p.slots[i] >= p.num_slots)
+      fail(op, ": slot_mapping: slot of token ", i, " must be -1 (skip) or in [0, ", p.num_slots, "), got ",
+           p.slots[i]);
+  return p;
+}
+
+SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, const Tensor& page_max,
+                                 const Sequences& seq, const char* op) {
+  SummariseParams p;
+  p.seq = seq;
+  p.k_cache = pool_of(k_cache, op, "k_cache");
+  p.page_min = pool_of(page_min, op, "page_min");
+  p.page_max = pool_of(page_max, op, "page_max");
+  p.num_new = nullptr;
+  p.num_kv_heads = k_cache.size(1);
+  const Tensor* summaries[] = {&page_min, &page_max};
+  for (const Tensor* x : summaries)
+    expect(x->size(0) == k_cache.size(0) && x->size(1) == k_cache.size(1) && x->size(3) == k_cache.size(3) &&
+               x->scalar_type() == k_cache.scalar_type() && x->size(2) * seq.page_size == seq.block_size,
+           op, "page_min, page_max", "must match k_cache and page_size");
+  return p;
+}
+
+ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tensor& page_max, const Sequences& seq,
+                         double softmax_scale, double slack, const std::string& group_rule, const char* op) {
+  ScoreParams p;
+  p.seq = seq;
+  p.query = rows_of(query, op, "query");
+  p.page_min = pool_of(page_min, op, "page_min");
+  p.page_max = pool_of(page_max, op, "page_max");
+  p.num_heads = query.size(2);
+  p.num_kv_heads = page_min.size(1);
+  p.slack = static_cast<float>(slack);
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  p.rule = rule_of(group_rule, op);
+  expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
+         "num_heads must be a multiple of num_kv_heads");
+  expect(query.size(0) == seq.batch && p.query.dim == p.page_min.dim && p.query.dim == p.page_max.dim &&
+             page_max.size(0) == seq.num_blocks && page_max.size(1) == p.num_kv_heads &&
+             page_min.size(2) * seq.page_size == seq.block_size && page_max.size(2) == page_min.size(2) &&
+             p.page_min.dtype == p.page_max.dtype,
+         op, "page_min, page_max", "must match each other, the query and the block table");
+  return p;
+}
+
+Tensor allocate(ScoreParams& p, Tensor& raw) {
+  raw = new_tensor({p.seq.batch, p.seq.q_len, p.num_heads, p.seq.max_pages}, ScalarType::Float);
+  p.raw = static_cast<float*>(data_of(raw));
+  p.scores = nullptr;
+  if (p.rule == GroupRule::per_head) return raw;
+  Tensor scores = new_tensor({p.seq.batch, p.seq.q_len, p.num_kv_heads, p.seq.max_pages}, ScalarType::Float);
+  p.scores = static_cast<float*>(data_of(scores));
+  return scores;
+}
+
+SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t budget, double budget_fraction,
+                           int64_t sink_pages, int64_t recent_pages, const Tensor& page_idx, const Tensor& counts,
+                           const char* op) {
+  expect(sink_pages >= 0 && recent_pages >= 1 && budget >= 0 && budget_fraction >= 0, op, "budget",
+         "budget and forced pages must not be negative, the newest page is always read");
+  SelectParams p;
+  p.seq = seq;
+  p.scores = static_cast<const float*>(data_of(scores));
+  p.page_idx = static_cast<int32_t*>(data_of(page_idx));
+  p.counts = static_cast<int32_t*>(data_of(counts));
+  p.sel_heads = scores.size(2);
+  p.max_selected = page_idx.size(3);
+  p.budget = budget;
+  p.budget_fraction = budget_fraction;
+  p.sink_pages = sink_pages;
+  p.recent_pages = recent_pages;
+  return p;
+}
+
+AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Sequences& seq,
+                           double softmax_scale, double softcap, const std::optional<Tensor>& sinks, const char* op) {
+  AttendParams p;
+  p.seq = seq;
+  p.query = rows_of(query, op, "query");
+  p.k_cache = pool_of(k_cache, op, "k_cache");
+  p.v_cache = pool_of(v_cache, op, "v_cache");
+  p.num_heads = query.size(2);
+  p.sel_heads = p.num_kv_heads = k_cache.size(1);
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  p.softcap = static_cast<float>(softcap);
+  p.every_page = true;
+  p.page_idx = nullptr;
+  p.idx_stride_batch = p.idx_stride_token = p.idx_stride_head = p.max_selected = 0;
+  expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
+         "num_heads must be a multiple of num_kv_heads");
+  expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && p.k_cache.dtype == p.v_cache.dtype &&
+             v_cache.size(0) == k_cache.size(0) && v_cache.size(1) == p.num_kv_heads &&
+             v_cache.size(2) == k_cache.size(2) && k_cache.size(2) == seq.block_size,
+         op, "k_cache, v_cache", "must match each other, the query and the block table");
+  p.sinks = nullptr;
+  if (sinks) {
+    expect(sinks->scalar_type() == ScalarType::Float && sinks->dim() == 1 && sinks->size(0) == p.num_heads &&
+               sinks->is_contiguous(),
+           op, "sinks", "expected a contiguous float32 tensor [num_heads]");
+    p.sinks = static_cast<const float*>(data_of(*sinks));
+  }
+  return p;
+}
+
+void choose_pages(AttendParams& p, const Tensor& page_idx, const char* op) {
+  expect(page_idx.dim() == 4 && page_idx.scalar_type() == ScalarType::Int && page_idx.size(0) == p.seq.batch &&
+             page_idx.size(1) == p.seq.q_len &&
+             (page_idx.size(2) == p.num_kv_heads || page_idx.size(2) == p.num_heads) &&
+             (page_idx.size(3) <= 1 || page_idx.stride(3) == 1),
+         op, "page_idx", "expected an int32 tensor [batch, q_len, num_kv_heads or num_heads, max_selected]");
+  p.every_page = false;
+  p.page_idx = static_cast<const int32_t*>(data_of(page_idx));
+  p.idx_stride_batch = page_idx.stride(0);
+  p.idx_stride_token = page_idx.stride(1);
+  p.idx_stride_head = page_idx.stride(2);
+  p.max_selected = page_idx.size(3);
+  p.sel_heads = page_idx.size(2);
+}
+
+}  // namespace quest

@@ -1,0 +1,28 @@
+// What the ops are given, as what the kernels are told; the rules of each argument are checked on the way.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "tensors.h"
+
+namespace quest {
+
+AppendParams append_params(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
+                           const Tensor& slot_mapping, bool check, const char* op);
+// num_new is left to the caller.
+SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, const Tensor& page_max,
+                                 const Sequences& seq, const char* op);
+ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tensor& page_max, const Sequences& seq,
+                         double softmax_scale, double slack, const std::string& group_rule, const char* op);
+// Allocates the scores of all query heads (`raw`) and of the groups; returns what the selection reads.
+Tensor allocate(ScoreParams& p, Tensor& raw);
+SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t budget, double budget_fraction,
+                           int64_t sink_pages, int64_t recent_pages, const Tensor& page_idx, const Tensor& counts,
+                           const char* op);
+// Attends to every page, until `choose_pages` says which.
+AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Sequences& seq,
+                           double softmax_scale, double softcap, const std::optional<Tensor>& sinks, const char* op);
+void choose_pages(AttendParams& p, const Tensor& page_idx, const char* op);
+
+}  // namespace quest
