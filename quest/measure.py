@@ -20,6 +20,10 @@ from quest.config import QuestConfig
 
 __all__ = ["Decoder", "cache_argument", "context_limit", "follow", "paged_copy", "prefill"]
 
+# Steps before another decoder's turn. A `DynamicCache` is built anew in every step; with other allocations between any
+# two steps the heap has no room for the next one and grows by gigabytes.
+TURN = 8
+
 
 def cache_argument(model: Any) -> str:
     """The name under which this version of transformers takes a cache."""
@@ -105,18 +109,19 @@ class Decoder:
 
 
 def follow(decoders: Sequence[Decoder], tokens: Sequence[int], advance: Callable[[], None] | None = None) -> Tensor:
-    """Feed the same tokens to every decoder, one at a time and in turn, so that all meet the machine in the same state.
+    """Feed the same tokens to every decoder, `TURN` at a time and in turn, so that all meet the machine in one state.
 
     Returns:
         [len(decoders), len(tokens)]: the token that each would have chosen next.
     """
     chosen = torch.zeros(len(decoders), len(tokens), dtype=torch.long)
-    for place, token in enumerate(tokens):
+    for start in range(0, len(tokens), TURN):
         for turn in range(len(decoders)):
-            which = (place + turn) % len(decoders)
-            chosen[which, place] = decoders[which].step(token).argmax()
-            if advance:
-                advance()
+            which = (start // TURN + turn) % len(decoders)
+            for place in range(start, min(start + TURN, len(tokens))):
+                chosen[which, place] = decoders[which].step(tokens[place]).argmax()
+                if advance:
+                    advance()
     return chosen
 
 
