@@ -107,8 +107,8 @@ def draw(rows: Sequence[Row], path: str | Path, caption: str) -> None:
     for axis, side, at_dense in ((left, "left", 100), (right, "right", 1)):
         axis.plot(dense["bytes_per_token"] / 1e6, at_dense, "s", color=DENSE, clip_on=False)
         axis.annotate("dense", (dense["bytes_per_token"] / 1e6, at_dense), (0, 8), **_label(DENSE))
-        for entry, x, y in zip(sparse, megabytes, top[side], strict=True):
-            axis.annotate(f"{entry['budget']}", (x, y), (0, 8), **_label(INK))
+        for i, (entry, x, y) in enumerate(zip(sparse, megabytes, top[side], strict=True)):
+            axis.annotate(f"{entry['budget']:,}", (x, y), (0 if i else -5, 8), **_label(INK))
         axis.set(xlabel="MB of KV cache and summaries read per token", xscale="log")
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -122,4 +122,5 @@ def draw(rows: Sequence[Row], path: str | Path, caption: str) -> None:
 
 
 def _label(colour: str) -> dict[str, Any]:
-    return dict(textcoords="offset points", ha="center", fontsize=9, color=colour)
+    halo = dict(facecolor="white", edgecolor="none", pad=0.5, alpha=0.8)
+    return dict(textcoords="offset points", ha="center", fontsize=9, color=colour, bbox=halo)
