@@ -169,28 +169,30 @@ def sdpa_default(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title="One decode step, one layer")
-    for name in ("context", "batch", "budget", "dtype", "heads", "d", "MB", "ms", "GB/s", "of limit"):
-        table.add_column(name, justify="right")
-    table.add_column("SDPA, group as rows", justify="right")
-    table.add_column("SDPA as transformers calls it", justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['context']:,}",
-            str(row["batch"]),
-            "dense" if row["budget"] >= row["context"] else f"{row['budget']:,}",
-            row["dtype"],
-            f"{row['num_heads']}/{row['num_kv_heads']}",
-            str(row["head_dim"]),
-            f"{row['bytes'] / 1e6:.1f}",
-            f"{row['ms']:.2f}",
-            f"{row['gb_per_s']:.1f}",
-            f"{row['limit_fraction']:.0%}",
-            f"{row['sdpa_best_ms']:.1f} ms, {row['speedup_sdpa_best']:.1f}x",
-            f"{row['sdpa_default_ms']:.0f} ms, {row['speedup_sdpa_default']:.0f}x",
-        )
-    console.print(table)
+    """One table per dtype, batch and head shape."""
+
+    def shape(row: dict[str, Any]) -> str:
+        heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads, d={row['head_dim']}"
+        return f"One decode step, one layer: {heads}, {row['dtype']}, batch {row['batch']}"
+
+    for title, group in itertools.groupby(rows, shape):
+        table = Table(title=title)
+        for name in ("context", "budget", "MB", "ms", "GB/s", "of limit", "SDPA best", "SDPA default"):
+            table.add_column(name, justify="right")
+        for row in group:
+            table.add_row(
+                f"{row['context']:,}",
+                "dense" if row["budget"] >= row["context"] else f"{row['budget']:,}",
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['ms']:.2f}",
+                f"{row['gb_per_s']:.1f}",
+                f"{row['limit_fraction']:.0%}",
+                f"{row['sdpa_best_ms']:.1f} ms, {row['speedup_sdpa_best']:.1f}x",
+                f"{row['sdpa_default_ms']:.0f} ms, {row['speedup_sdpa_default']:.0f}x",
+            )
+        console.print(table)
     console.print(
+        "SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
         "MB: K, V and summaries read, counted. Of limit: against the read bandwidth measured in the same run "
         f"({', '.join(sorted({format(row['read_gb_per_s'], '.0f') for row in rows}))} GB/s).",
         highlight=False,
