@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor> run(const ScoreParams& scored, const SelectParams& se
                                ScalarType out_dtype) {
   const Sequences& seq = scored.seq;
   const int64_t units = seq.batch * seq.q_len * scored.num_kv_heads, threads = torch::stable::get_num_threads();
-  if (threads > 1 && units < 2 * threads) {
+  if (threads > 1 && units < 4 * threads) {
     run(scored, &selected);
     run(selected);
     return run(attended, out_dtype);

@@ -74,11 +74,12 @@ inline void dot(const Factors<T, S>& f, int64_t heads, int n, int64_t ldq, int64
   }
 }
 
-// Ask for a row that the next tile reads: pages lie anywhere, so the hardware does not foresee them.
+// Ask for a row that the next tile reads: pages lie anywhere, so the hardware does not foresee them. Into the second
+// level: two tiles of K and V would push each other out of the first.
 template <typename T>
 QUEST_INLINE void prefetch(const T* row, int64_t dim) {
   const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i);
+  for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
 template <int H, int C, typename T>
