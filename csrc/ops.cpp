@@ -37,7 +37,7 @@ Tensor score(const Tensor& query, const Tensor& page_min, const Tensor& page_max
   ScoreParams p = score_params(query, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
   Tensor raw;
   Tensor scores = allocate(p, raw);
-  run(p, nullptr);
+  run(p);
   return scores;
 }
 

@@ -9,10 +9,9 @@ namespace quest {
 
 void run(const AppendParams& p);
 void run(const SummariseParams& p);
-// Where `selection` is given, tokens that read everything are not scored.
-void run(const ScoreParams& p, const SelectParams* selection);
+void run(const ScoreParams& p);
 void run(const SelectParams& p);
-// These allocate out and lse.
+// These allocate out and lse; the second is score, select and attend in one, and scores no token that reads everything.
 std::tuple<Tensor, Tensor> run(AttendParams& p, ScalarType out_dtype);
 std::tuple<Tensor, Tensor> run(const ScoreParams& scored, const SelectParams& selected, AttendParams& attended,
                                ScalarType out_dtype);
