@@ -12,14 +12,17 @@ scores. `backend="verbs"` calls them one by one, and `backend="reference"` the p
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quest import backends, ops, reference
-from quest.checks import FLOATS, Args, check_values
+from quest.checks import FLOATS, MAX_NUMBER, Args, check_values
 from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
+
+_IS_CPU, _REQUIRES_GRAD = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
 def decode(
@@ -96,11 +99,6 @@ def _as_usual(
     """A glance at what the op can't see; the checks of every call would cost as much as a short context's attention."""
     if torch.compiler.is_compiling():  # checks cost nothing then, and the op is not there to look
         return False
-    args = Args("decode")
-    args.at_least("layer_idx", layer_idx, 0)
-    args.positive("softmax_scale", softmax_scale)
-    args.positive("softcap", softcap)
-    args.window(window)
     query, key, _, k_cache, _, page_min, *_, slot_mapping = tensors
     if sinks is not None:
         tensors += (sinks,)
@@ -108,9 +106,14 @@ def _as_usual(
             return False
     return (
         config.page_size * page_min.shape[2] == k_cache.shape[2]
+        and type(layer_idx) is int
+        and layer_idx >= 0
+        and (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale <= MAX_NUMBER))
+        and (softcap is None or (type(softcap) is float and 0 < softcap <= MAX_NUMBER))
+        and (window is None or (type(window) is int and window >= 1))
         and slot_mapping.shape == key.shape[:-2]
-        and all(x.is_cpu for x in tensors)
-        and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        and all(map(_IS_CPU, tensors))
+        and not (torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)))
     )
 
 
