@@ -69,6 +69,7 @@ class BlockTable:
         tensor: [batch, max(1, longest row)] int32, -1 where a row has no block; a view of a larger tensor.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, batch_size: int, block_size: int, allocator: BlockAllocator, device: torch.device) -> None:
         self.block_size = block_size
         self.allocator = allocator
@@ -105,6 +106,7 @@ class BlockTable:
         self._room[row, place] = fresh
         return shared, fresh
 
+    @torch.inference_mode(False)
     def add(self, row: int, count: int) -> None:
         """Give a row `count` more free blocks."""
         start, blocks = len(self.rows[row]), self.allocator.allocate(count)
@@ -126,6 +128,7 @@ class BlockTable:
             del blocks[keep:]
             self._view()
 
+    @torch.inference_mode(False)
     def fork(self, indices: Sequence[int]) -> None:
         """Make row i refer to the blocks of the old row `indices[i]`."""
         uses = Counter(indices)

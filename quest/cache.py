@@ -251,6 +251,7 @@ class PagedKVCache:
         k_cache, v_cache, _, _ = self._stored("dense", layer)
         return self._dense(k_cache), self._dense(v_cache)
 
+    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
         memo[id(self.config)] = self.config
         clone = type(self).__new__(type(self))

@@ -37,6 +37,7 @@ class Pools:
             return self.layer(layer, key, value, num_blocks)
         return k_cache, v_cache, low, high
 
+    @torch.inference_mode(False)  # pools outlive the mode they are made in, and are written outside it
     def create(
         self, layer: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, num_blocks: int
     ) -> None:
@@ -46,6 +47,7 @@ class Pools:
         for pools, pool in zip(self.kinds, made, strict=True):
             pools[layer] = pool
 
+    @torch.inference_mode(False)
     def grow(self, num_blocks: int) -> None:
         """Room for `num_blocks`. Where memory runs out, layers are larger already or as before, all of them whole."""
         for layer, k_cache in enumerate(self.k_cache):

@@ -177,3 +177,21 @@ def test_bad_arguments() -> None:
     for call in (cache.layers[0].reset, lambda: cache.layers[0].crop(-1)):
         with pytest.raises(NotImplementedError, match="call the cache's method"):
             call()
+
+
+def test_a_cache_outlives_inference_mode() -> None:
+    """What a cache holds may be changed in any mode, whichever it was made or copied in."""
+    ids, mask = pad_left(prompt(2, 20), [0, 6])
+    with torch.inference_mode():
+        cache = quest_cache("llama", SMALL)
+        forward(model("llama"), ids, cache, attention_mask=mask)
+        forward(model("llama"), ids[:, :1], cache, attention_mask=torch.cat([mask, mask[:, :1] * 0 + 1], 1))
+        copied = copy.deepcopy(cache)
+    for one in (cache, copied):
+        one.crop(-3)
+        one.reorder_cache(torch.tensor([1, 0]))
+        one.batch_repeat_interleave(2)
+        longer = torch.cat([mask[[1, 1, 0, 0], :-2], mask[:, :1].new_ones(4, 30)], 1)
+        with torch.no_grad():
+            forward(model("llama"), ids[:1, :1].expand(4, 30), one, attention_mask=longer)
+        check_summaries(one.paged)

@@ -83,6 +83,7 @@ class Store:
         self._step, self._span = step, (start, start + count)
         return step
 
+    @torch.inference_mode(False)
     def _record(self, batch: int, count: int, real: Tensor | None) -> None:
         start, self.columns = self.columns, self.columns + count
         if self._real is None and real is None:
@@ -105,6 +106,7 @@ class Store:
             self.epoch += 1
             self.forget_step()
 
+    @torch.inference_mode(False)
     def fork(self, indices: Tensor) -> None:
         if self.paged is not None:
             self.paged.fork(indices)
@@ -125,6 +127,7 @@ class Store:
         place = (real.cumsum(2) - 1).clamp_min(0).expand(-1, tokens.shape[1], -1, tokens.shape[3])
         return tokens.gather(2, place).masked_fill_(~real, 0)
 
+    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         memo[id(self.config)] = self.config
         clone = type(self).__new__(type(self))
