@@ -9,6 +9,7 @@ enum class DType : int { f32, bf16, f16 };
 enum class GroupRule : int { softmax, relative, per_head };
 
 constexpr int kMaxHeadDim = 1024;
+constexpr int kTileHeads = 16;  // query heads that a kernel attends to together, at most
 
 // A pool of rows: K or V (rows are tokens) or a summary (rows are pages), any strides, contiguous last dimension.
 struct Pool {

@@ -11,7 +11,6 @@ namespace quest {
 
 using cpu::kernels;
 
-constexpr int64_t kHeadsPerTile = 16;       // query heads attended to together, the kernels' kTileHeads
 constexpr int64_t kPagesPerChunk = 128;     // scored by one task
 constexpr int64_t kTokensPerSplit = 256;    // at least, where the pages of a unit are split
 constexpr int64_t kWorthThreads = 1 << 15;  // numbers to touch; below, waking the pool costs more than it gives
@@ -106,7 +105,7 @@ static int64_t most_tokens(const AttendParams& p) {
 static std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype) {
   const Sequences& seq = p.seq;
   const int64_t group = p.num_heads / p.sel_heads;
-  p.num_tiles = ceil_div(group, kHeadsPerTile);
+  p.num_tiles = ceil_div(group, kTileHeads);
   p.tile_heads = ceil_div(group, p.num_tiles);
   p.num_splits = 1;
   p.partial = nullptr;

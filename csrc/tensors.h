@@ -40,15 +40,18 @@ inline DType dtype_of(const Tensor& x, const char* op, const char* arg) {
 
 inline void* data_of(const Tensor& x) { return x.mutable_data_ptr(); }
 
-inline Pool pool_of(const Tensor& x, const char* op, const char* arg) {
+inline void expect_rows(const Tensor& x, const char* op, const char* arg) {
   expect(x.dim() == 4 && (x.size(3) == 1 || x.stride(3) == 1), op, arg, "expected 4 dimensions, the last contiguous");
   expect(x.size(3) >= 1 && x.size(3) <= kMaxHeadDim, op, arg, "head_dim must be in [1, 1024]");
+}
+
+inline Pool pool_of(const Tensor& x, const char* op, const char* arg) {
+  expect_rows(x, op, arg);
   return {data_of(x), dtype_of(x, op, arg), x.stride(0), x.stride(1), x.stride(2), x.size(3)};
 }
 
 inline Rows rows_of(const Tensor& x, const char* op, const char* arg) {
-  expect(x.dim() == 4 && (x.size(3) == 1 || x.stride(3) == 1), op, arg, "expected 4 dimensions, the last contiguous");
-  expect(x.size(3) >= 1 && x.size(3) <= kMaxHeadDim, op, arg, "head_dim must be in [1, 1024]");
+  expect_rows(x, op, arg);
   return {data_of(x), dtype_of(x, op, arg), x.stride(0), x.stride(1), x.stride(2), x.size(3)};
 }
 

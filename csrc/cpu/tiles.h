@@ -6,8 +6,7 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-constexpr int kTileHeads = 16;  // query heads attended to together
-constexpr int kTileRows = 64;   // rows of the cache per tile
+constexpr int kTileRows = 64;  // rows of the cache per tile
 
 // S inner products that are added up: S = 1 for q . k, S = 2 for above . page_max + below . page_min.
 template <typename T, int S>
