@@ -181,7 +181,8 @@ def _verbs(
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
 
     q_len = query.shape[1]
-    num_new = (slot_mapping.view(-1, q_len) >= 0).any(1).int() * q_len  # a row that stores nothing is left alone
+    stores = slot_mapping.reshape(len(seq_lens), q_len) >= 0
+    num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
     ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
 
     seen: dict[str, Any] = dict(page_size=page_size, window=window, check=check)

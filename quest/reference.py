@@ -237,7 +237,8 @@ def decode(
     layer: LayerConfig = config.layer(layer_idx)
     q_len = 1 if query.dim() == 3 else query.shape[1]
     append(key, value, k_cache, v_cache, slot_mapping)
-    num_new = (slot_mapping.view(-1, q_len) >= 0).any(1).int() * q_len  # a row that stores nothing is left alone
+    stores = slot_mapping.reshape(len(seq_lens), q_len) >= 0
+    num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
     summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new)
     page_idx = None
     if not layer.dense:
