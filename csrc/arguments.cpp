@@ -78,7 +78,10 @@ ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tens
   return p;
 }
 
-Tensor allocate(ScoreParams& p, Tensor& raw) {
+Tensor allocate(ScoreParams& p, Tensor& raw, Tensor& weights) {
+  p.weight_dim = (p.query.dim + 15) / 16 * 16;
+  weights = new_tensor({p.seq.batch, p.seq.q_len, 2, p.num_heads, p.weight_dim}, ScalarType::Float);
+  p.weights = static_cast<float*>(data_of(weights));
   raw = new_tensor({p.seq.batch, p.seq.q_len, p.num_heads, p.seq.max_pages}, ScalarType::Float);
   p.raw = static_cast<float*>(data_of(raw));
   p.scores = nullptr;

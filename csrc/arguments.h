@@ -16,7 +16,7 @@ SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, 
 ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tensor& page_max, const Sequences& seq,
                          double softmax_scale, double slack, const std::string& group_rule, const char* op);
 // Allocates the scores of all query heads (`raw`) and of the groups; returns what the selection reads.
-Tensor allocate(ScoreParams& p, Tensor& raw);
+Tensor allocate(ScoreParams& p, Tensor& raw, Tensor& weights);
 SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t budget, double budget_fraction,
                            int64_t sink_pages, int64_t recent_pages, const Tensor& page_idx, const Tensor& counts,
                            const char* op);

@@ -35,8 +35,8 @@ Tensor score(const Tensor& query, const Tensor& page_min, const Tensor& page_max
   const Sequences seq = sequences_of(block_table, seq_lens, page_min.size(0), page_min.size(2) * page_size, page_size,
                                      query.size(1), window, check, op);
   ScoreParams p = score_params(query, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
-  Tensor raw;
-  Tensor scores = allocate(p, raw);
+  Tensor raw, weights;
+  Tensor scores = allocate(p, raw, weights);
   run(p);
   return scores;
 }
@@ -156,8 +156,8 @@ std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& key, const 
     run(summary);
     return run(attended, query.scalar_type());
   }
-  Tensor raw;
-  const Tensor scores = allocate(scored, raw);
+  Tensor raw, weights;
+  const Tensor scores = allocate(scored, raw, weights);
   Tensor page_idx = new_tensor({seq.batch, seq.q_len, scores.size(2), max_selected}, ScalarType::Int);
   Tensor counts = new_tensor({seq.batch, seq.q_len, scores.size(2)}, ScalarType::Int);
   const SelectParams selected =

@@ -10,6 +10,7 @@ enum class GroupRule : int { softmax, relative, per_head };
 
 constexpr int kMaxHeadDim = 1024;
 constexpr int kTileHeads = 16;  // query heads that a kernel attends to together, at most
+constexpr int kBandHeads = 8;   // KV heads that are scored together, at most: their summaries lie side by side
 
 // A pool of rows: K or V (rows are tokens) or a summary (rows are pages), any strides, contiguous last dimension.
 struct Pool {
@@ -84,11 +85,18 @@ struct ScoreParams {
   Sequences seq;
   Rows query;
   Pool page_min, page_max;
+  float* weights;  // [batch, q_len, 2, num_heads, weight_dim]: what page_max and page_min are multiplied by
+  int64_t weight_dim;
   float* raw;     // [batch, q_len, num_heads, max_pages]
   float* scores;  // [batch, q_len, num_kv_heads, max_pages], or null for per_head: raw is the result
   int64_t num_heads, num_kv_heads;
   float slack, softmax_scale;
   GroupRule rule;
+};
+
+// Pages [begin, end) of one token (batch, token) for one band of KV heads.
+struct ScoreTask {
+  int64_t token, band, begin, end;
 };
 
 struct SelectParams {

@@ -11,7 +11,7 @@ namespace quest {
 
 using cpu::kernels;
 
-constexpr int64_t kPagesPerChunk = 128;     // scored by one task
+constexpr int64_t kPagesPerChunk = 48;      // scored by one task, at least
 constexpr int64_t kTokensPerSplit = 256;    // at least, where the pages of a unit are split
 constexpr int64_t kWorthThreads = 1 << 15;  // numbers to touch; below, waking the pool costs more than it gives
 
@@ -70,21 +70,65 @@ void run(const SummariseParams& p) {
   });
 }
 
-// Whether a unit (batch, token, kv head) needs scores: not if it sees nothing, or reads everything.
-static bool needs_scores(const ScoreParams& p, const SelectParams& selection, int64_t unit) {
-  const int64_t t = unit / p.num_kv_heads;
-  const Span span = p.seq.span(t / p.seq.q_len, t % p.seq.q_len);
-  return span.pos >= 0 && !selection.reads_all(span);
+// The tasks of `score`: each token's pages in chunks, large ones first and small ones last, so that there are few and
+// yet all threads finish together. A thread takes its next task before it works on one, which asks for its memory.
+class ScoreTasks {
+ public:
+  explicit ScoreTasks(const ScoreParams& p)
+      : p_(p), tokens_(p.seq.batch * p.seq.q_len), bands_(ceil_div(p.num_kv_heads, kBandHeads)) {
+    const int64_t threads = torch::stable::get_num_threads(), pages = p.seq.max_pages;
+    const int64_t share = threads > 1 && tokens_ > 0 ? ceil_div(threads, tokens_ * bands_) + 1 : 1;
+    for (int64_t page = 0; page < pages || ends_.empty(); ends_.push_back(page))
+      page = std::min(pages, page + std::max(kPagesPerChunk, ceil_div(pages - page, share)));
+  }
+  int64_t of_token() const { return bands_ * static_cast<int64_t>(ends_.size()); }
+  // Work until no task is left; call done(token) after each, and leave out those of tokens that need no scores.
+  template <typename Needed, typename Done>
+  void work(const Needed& needed, const Done& done) {
+    ScoreTask now, next;
+    bool more = take(now, needed, done);
+    for (; more; now = next) {
+      more = take(next, needed, done);
+      kernels().score(p_, now, next);
+      done(now.token);
+    }
+  }
+
+ private:
+  template <typename Needed, typename Done>
+  bool take(ScoreTask& task, const Needed& needed, const Done& done) {
+    const int64_t tokens = std::max<int64_t>(1, tokens_), size = tokens_ * of_token();
+    for (;;) {
+      const int64_t i = next_.fetch_add(1, std::memory_order_relaxed), chunk = i / bands_ / tokens;
+      task = {0, 0, 0, 0};
+      if (i >= size) return false;
+      const int64_t token = i / bands_ % tokens;
+      if (needed(token)) {
+        task = {token, i % bands_, chunk ? ends_[chunk - 1] : 0, ends_[chunk]};
+        return true;
+      }
+      done(token);
+    }
+  }
+
+  const ScoreParams& p_;
+  const int64_t tokens_, bands_;
+  std::vector<int64_t> ends_;  // of the chunks
+  std::atomic<int64_t> next_{0};
+};
+
+static void weigh(const ScoreParams& p) {
+  const int64_t tokens = p.seq.batch * p.seq.q_len;
+  run_tasks(tokens, tokens * p.num_heads * p.weight_dim, [&](int64_t i) { kernels().weigh(p, i); });
 }
 
 void run(const ScoreParams& p) {
-  const Sequences& seq = p.seq;
-  const int64_t units = seq.batch * seq.q_len * p.num_kv_heads, chunks = ceil_div(seq.max_pages, kPagesPerChunk);
-  const int64_t scores = seq.batch * seq.q_len * p.num_heads * seq.max_pages;
-  run_tasks(units * chunks, scores * p.query.dim, [&](int64_t i) {
-    const int64_t begin = i / units * kPagesPerChunk;
-    kernels().score(p, i % units, begin, std::min(begin + kPagesPerChunk, seq.max_pages));
-  });
+  ScoreTasks tasks(p);
+  const int64_t units = p.seq.batch * p.seq.q_len * p.num_kv_heads;
+  const int64_t scores = p.seq.batch * p.seq.q_len * p.num_heads * p.seq.max_pages;
+  weigh(p);
+  run_tasks(torch::stable::get_num_threads(), scores * p.query.dim,
+            [&](int64_t) { tasks.work([](int64_t) { return true; }, [](int64_t) {}); });
   if (p.rule == GroupRule::per_head) return;
   run_tasks(units, scores, [&](int64_t i) { kernels().agree(p, i); });
 }
@@ -140,48 +184,63 @@ std::tuple<Tensor, Tensor> run(AttendParams& p, ScalarType out_dtype) {
   return result;
 }
 
-// The whole step in one parallel region. Tasks are taken in order: the scores of all units (batch, token, kv head) in
-// chunks of pages, then the attention of each in splits. Whoever finishes a unit's last chunk selects its pages, and
-// whoever finishes its last split combines them. Attention waits for its unit's selection, that is only ever for tasks
-// which some thread has taken before: with any number of threads nobody waits forever.
+// Wait for another thread, which is at work.
+static void wait_for(const std::atomic<bool>& done) {
+  for (int spins = 0; !done.load(std::memory_order_acquire); spins++)
+    if (spins > 1000) std::this_thread::yield();
+}
+
+// The whole step in one parallel region. First every thread scores, then tasks are taken in order: the selection of
+// each unit (batch, token, kv head), then its attention in splits, whose last to finish combines them. A selection
+// waits for its token's scores and attention for its unit's selection, that is only ever for work which some thread has
+// begun before: with any number of threads nobody waits forever.
 std::tuple<Tensor, Tensor> run(const ScoreParams& scored, const SelectParams& selected, AttendParams& attended,
                                ScalarType out_dtype) {
   const Sequences& seq = scored.seq;
   auto result = allocate(attended, out_dtype);
   const Tensor partial = split(attended);
-  const int64_t units = seq.batch * seq.q_len * scored.num_kv_heads,
-                chunks = std::max<int64_t>(1, ceil_div(seq.max_pages, kPagesPerChunk));
+  ScoreTasks scores(scored);
+  const int64_t tokens = seq.batch * seq.q_len, units = tokens * scored.num_kv_heads;
   const int64_t selections = attended.sel_heads / scored.num_kv_heads;  // of a unit
   const int64_t attends = selections * attended.num_tiles;              // of a unit, each in num_splits tasks
 
-  Countdown to_score(units, chunks), to_attend(units * attends, attended.num_splits);
-  std::vector<std::atomic<bool>> chosen(units);
+  Countdown to_score(tokens, scores.of_token()), to_attend(units * attends, attended.num_splits);
+  std::vector<std::atomic<bool>> ready(tokens), chosen(units);
 
-  auto score = [&](int64_t unit, int64_t chunk) {
-    const bool needed = needs_scores(scored, selected, unit);
-    const int64_t begin = chunk * kPagesPerChunk;
-    if (needed) kernels().score(scored, unit, begin, std::min(begin + kPagesPerChunk, seq.max_pages));
-    if (!to_score.last(unit)) return;
-    if (needed && scored.rule != GroupRule::per_head) kernels().agree(scored, unit);
+  // A token needs no scores if it sees nothing, or reads everything.
+  auto needed = [&](int64_t token) {
+    const Span span = seq.span(token / seq.q_len, token % seq.q_len);
+    return span.pos >= 0 && !selected.reads_all(span);
+  };
+  auto done = [&](int64_t token) {
+    if (to_score.last(token)) ready[token].store(true, std::memory_order_release);
+  };
+  auto select = [&](int64_t unit) {
+    const int64_t token = unit / scored.num_kv_heads;
+    wait_for(ready[token]);
+    if (needed(token) && scored.rule != GroupRule::per_head) kernels().agree(scored, unit);
     for (int64_t s = unit * selections; s < (unit + 1) * selections; s++) kernels().select(selected, s);
     chosen[unit].store(true, std::memory_order_release);
   };
   auto attend = [&](int64_t unit, int64_t part) {
-    for (int spins = 0; !chosen[unit].load(std::memory_order_acquire); spins++)
-      if (spins > 1000) std::this_thread::yield();
+    wait_for(chosen[unit]);
     const int64_t which = unit * attends + part / attended.num_splits;
     kernels().attend(attended, which, part % attended.num_splits);
     if (attended.num_splits > 1 && to_attend.last(which)) kernels().combine(attended, which);
   };
 
-  const int64_t scores = units * chunks, parts = attends * attended.num_splits;
+  const int64_t workers = torch::stable::get_num_threads(), selects = workers + units;
+  const int64_t parts = attends * attended.num_splits;
   const int64_t rows =
       units * attends * attended.tile_heads * (2 * seq.max_pages + attended.max_selected * seq.page_size);
-  run_tasks(scores + units * parts, rows * scored.query.dim, [&](int64_t i) {
-    if (i < scores)
-      score(i % units, i / units);  // the heads of a page lie side by side
+  weigh(scored);
+  run_tasks(selects + units * parts, rows * scored.query.dim, [&](int64_t i) {
+    if (i < workers)
+      scores.work(needed, done);
+    else if (i < selects)
+      select(i - workers);
     else
-      attend((i - scores) / parts, (i - scores) % parts);
+      attend((i - selects) / parts, (i - selects) % parts);
   });
   return result;
 }

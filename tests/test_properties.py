@@ -24,15 +24,15 @@ def shapes(draw, **fixed) -> Shape:
     """A small decode step of any kind."""
     page_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     kv_heads = draw(st.integers(1, 3))
-    head_dim = draw(st.sampled_from([1, 2, 5, 8, 16, 24, 33]))
+    head_dim = draw(st.sampled_from([1, 5, 8, 16, 24, 33, 64, 80]))
     found = dict(
         name="any",
         seq_lens=tuple(draw(st.lists(st.integers(0, 60), min_size=1, max_size=3))),
         q_len=draw(st.sampled_from([1, 1, 2, 5, 17])),
         num_kv_heads=kv_heads,
-        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 5])),
+        num_heads=kv_heads * draw(st.sampled_from([1, 2, 3, 5, 7])),
         head_dim=head_dim,
-        v_head_dim=draw(st.sampled_from([None, 3, 16])),
+        v_head_dim=draw(st.sampled_from([None, 3, 16, 40])),
         page_size=page_size,
         block_size=page_size * draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from(DTYPES)),

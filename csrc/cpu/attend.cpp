@@ -19,7 +19,8 @@ struct Unit {
   }
 };
 
-// Running softmax of one unit: best logit, sum of exp(logit - best), and sum of exp(logit - best) * v.
+// Running softmax of one unit: best logit, sum of exp(logit - best), and sum of exp(logit - best) * v, which is in the
+// halves of V's type.
 struct State {
   float best[kTileHeads], total[kTileHeads];
   alignas(64) float acc[kTileHeads * kMaxHeadDim];
@@ -38,8 +39,9 @@ static void write(const AttendParams& p, const Unit& u, const State& s, int64_t 
         best = top;
       }
       alignas(64) float row[kMaxHeadDim];
+      by_dtype(p.v_cache.dtype, [&](auto* v) { from_halves(v, s.acc + h * lda, row, p.out.dim); });
       const float norm = empty ? 0.0f : scale / total;
-      for (int64_t d = 0; d < p.out.dim; d++) row[d] = empty ? 0.0f : s.acc[h * lda + d] * norm;
+      for (int64_t d = 0; d < p.out.dim; d++) row[d] = empty ? 0.0f : row[d] * norm;
       store_row(static_cast<T>(p.out.data) + u.b * p.out.stride_batch + u.t * p.out.stride_token +
                     (u.head + h) * p.out.stride_head,
                 row, p.out.dim);
@@ -51,17 +53,17 @@ static void write(const AttendParams& p, const Unit& u, const State& s, int64_t 
 // A tile of rows: K and V of up to kTileRows tokens, from any pages.
 template <typename T>
 struct Tile {
-  const T *k[kTileRows], *v[kTileRows];
+  const T *k[kTileRows + Ahead<T>::kMost], *v[kTileRows + Ahead<T>::kMost];
   int n;
 };
 
-// Logits of one tile, then the running softmax.
+// Logits of one tile, then the running softmax; the next tile is asked for meanwhile.
 template <typename T>
 static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int64_t heads, const Tile<T>& tile,
-                        State& s, int64_t lda) {
+                        const Tile<T>& next, State& s, int64_t lda) {
   const int n = tile.n;
   alignas(64) float logits[kTileHeads * kTileRows];
-  dot(Factors<T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows);
+  dot(Factors<T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows, Ahead<T>(next.k, kTileRows));
   for (int64_t h = 0; h < heads; h++) {
     float* l = logits + h * kTileRows;
     if (p.softcap > 0) {
@@ -88,7 +90,7 @@ static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int6
     s.total[h] += sum(total);
     s.best[h] = best;
   }
-  mix(logits, kTileRows, heads, tile.v, n, p.v_cache.dim, s.acc, lda);
+  mix(logits, kTileRows, heads, tile.v, n, p.v_cache.dim, s.acc, lda, next.v);
 }
 
 // The rows of a unit's pages, one tile after the other.
@@ -109,20 +111,18 @@ class RowWalk {
     v_head_ = static_cast<T*>(p.v_cache.data) + u.kv_head * p.v_cache.stride_head;
   }
 
-  // Fill a tile and ask for its rows; false when there are none left.
-  bool fill(Tile<T>& tile) {
+  // Fill a tile; with nothing when there are no rows left.
+  void fill(Tile<T>& tile) {
     tile.n = 0;
     while (tile.n < kTileRows) {
       if (token_ == stop_ && !next_page()) break;
       tile.k[tile.n] = k_row_;
       tile.v[tile.n++] = v_row_;
-      prefetch(k_row_, p_.k_cache.dim);
-      prefetch(v_row_, p_.v_cache.dim);
       k_row_ += p_.k_cache.stride_row;
       v_row_ += p_.v_cache.stride_row;
       token_++;
     }
-    return tile.n > 0;
+    for (int i = tile.n; i < kTileRows + Ahead<T>::kMost; i++) tile.k[i] = k_head_, tile.v[i] = v_head_;
   }
 
  private:
@@ -141,6 +141,12 @@ class RowWalk {
       if (block < 0) continue;
       k_row_ = k_head_ + block * p_.k_cache.stride_block + offset * p_.k_cache.stride_row;
       v_row_ = v_head_ + block * p_.v_cache.stride_block + offset * p_.v_cache.stride_row;
+      // The first and the last row at once: several page table walks run side by side, later ones would be waited for.
+      const int64_t last = stop_ - token_ - 1;
+      __builtin_prefetch(k_row_, 0, 2);
+      __builtin_prefetch(v_row_, 0, 2);
+      __builtin_prefetch(k_row_ + last * p_.k_cache.stride_row, 0, 2);
+      __builtin_prefetch(v_row_ + last * p_.v_cache.stride_row, 0, 2);
       return true;
     }
     token_ = stop_ = 0;
@@ -159,11 +165,12 @@ template <typename T>
 static void attend_pages(T*, const AttendParams& p, const Unit& u, int64_t split, const float* q, int64_t ldq, State& s,
                          int64_t lda) {
   RowWalk<T> walk(p, u, split);
-  Tile<T> tiles[2];  // the one being attended to and the next, whose rows are on their way
-  int turn = 0;
-  for (bool more = walk.fill(tiles[0]); more; turn ^= 1) {
-    more = walk.fill(tiles[turn ^ 1]);
-    attend_rows(p, q, ldq, u.heads, tiles[turn], s, lda);
+  Tile<T> tiles[3];  // the one being attended to, the next, and the one after, whose page table walks are under way
+  walk.fill(tiles[0]);
+  walk.fill(tiles[1]);
+  for (int turn = 0; tiles[turn].n > 0; turn = (turn + 1) % 3) {
+    walk.fill(tiles[(turn + 2) % 3]);
+    attend_rows(p, q, ldq, u.heads, tiles[turn], tiles[(turn + 1) % 3], s, lda);
   }
 }
 
@@ -172,10 +179,12 @@ void attend(const AttendParams& p, int64_t unit, int64_t split) {
   const int64_t ldq = round_up(p.query.dim, W), lda = round_up(p.v_cache.dim, W);
   alignas(64) float q[kTileHeads * kMaxHeadDim];
   State s;
-  load_query(p.query, u.b, u.t, u.head, u.heads, q, ldq);
   for (int64_t h = 0; h < u.heads; h++) s.best[h] = -kInf, s.total[h] = 0;
   memset(s.acc, 0, u.heads * lda * sizeof(float));
-  by_dtype(p.k_cache.dtype, [&](auto* type) { attend_pages(type, p, u, split, q, ldq, s, lda); });
+  by_dtype(p.k_cache.dtype, [&](auto* type) {
+    for (int64_t h = 0; h < u.heads; h++) load_query(type, p.query, u.b, u.t, u.head + h, q + h * ldq, ldq);
+    attend_pages(type, p, u, split, q, ldq, s, lda);
+  });
   if (p.num_splits == 1) return write(p, u, s, lda);
   for (int64_t h = 0; h < u.heads; h++) {
     float* to = p.partial + ((unit * p.num_splits + split) * p.tile_heads + h) * (p.v_cache.dim + 2);

@@ -4,85 +4,124 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-// A tile of pages of one row and KV head: where their summaries are.
-template <typename T>
-struct Pages {
-  const T *low[kTileRows], *high[kTileRows];
-  int n;
-  bool absent;  // some have no block
-
-  void find(const ScoreParams& p, int64_t b, int64_t kv_head, int64_t page, int64_t last) {
-    const Sequences& seq = p.seq;
-    const int64_t pages_per_block = seq.block_size / seq.page_size;
-    n = last - page < kTileRows ? static_cast<int>(last - page) : kTileRows;
-    absent = false;
-    for (int i = 0; i < n; i++) {
-      int64_t block = seq.block(b, (page + i) / pages_per_block);
-      absent |= block < 0;
-      block = block < 0 ? 0 : block;
-      const int64_t r = (page + i) % pages_per_block;
-      low[i] = static_cast<T*>(p.page_min.data) + block * p.page_min.stride_block + kv_head * p.page_min.stride_head +
-               r * p.page_min.stride_row;
-      high[i] = static_cast<T*>(p.page_max.data) + block * p.page_max.stride_block + kv_head * p.page_max.stride_head +
-                r * p.page_max.stride_row;
-      prefetch(low[i], p.page_min.dim);
-      prefetch(high[i], p.page_max.dim);
-    }
-  }
-};
-
-// above . page_max + below . page_min for the query heads of one tile and pages [first, last) of row b.
-template <typename T>
-static void score_pages(T*, const ScoreParams& p, int64_t b, int64_t kv_head, const float* above, const float* below,
-                        int64_t ldq, int64_t heads, int64_t first, int64_t last, float* raw) {
-  const Sequences& seq = p.seq;
-  const int64_t pages_per_block = seq.block_size / seq.page_size;
-  Pages<T> tiles[2];  // the one being scored and the next
-  tiles[0].find(p, b, kv_head, first, last);
-  for (int64_t page = first, turn = 0; page < last; page += kTileRows, turn ^= 1) {
-    const Pages<T>& now = tiles[turn];
-    if (page + kTileRows < last) tiles[turn ^ 1].find(p, b, kv_head, page + kTileRows, last);
-    float* to = raw + page;
-    dot(Factors<T, 2>{{above, below}, {now.high, now.low}}, heads, now.n, ldq, p.query.dim, to, seq.max_pages);
-    if (!now.absent) continue;
-    for (int i = 0; i < now.n; i++)
-      if (seq.block(b, (page + i) / pages_per_block) < 0)
-        for (int64_t h = 0; h < heads; h++) to[h * seq.max_pages + i] = -kInf;
+// With a = (q + slack |q|)/2, b = (q - slack |q|)/2 the score is a . page_max + b . page_min, two inner products with
+// rows of the summary. `weigh` makes the a and b of one token's query heads.
+void weigh(const ScoreParams& p, int64_t token) {
+  const int64_t b = token / p.seq.q_len, t = token % p.seq.q_len, size = p.num_heads * p.weight_dim;
+  float *above = p.weights + token * 2 * size, *below = above + size;
+  by_dtype(p.page_max.dtype, [&](auto* type) {
+    for (int64_t h = 0; h < p.num_heads; h++)
+      load_query(type, p.query, b, t, h, above + h * p.weight_dim, p.weight_dim);
+  });
+  for (int64_t i = 0; i < size; i++) {
+    const float q = above[i], s = p.slack * (q < 0 ? -q : q);
+    above[i] = (q + s) / 2;
+    below[i] = (q - s) / 2;
   }
 }
 
-// Scores of pages [begin, end) for the query heads of one KV head. With a = (q + slack |q|)/2, b = (q - slack |q|)/2
-// the score is a . page_max + b . page_min, two inner products with rows of the summary.
-void score(const ScoreParams& p, int64_t unit, int64_t begin, int64_t end) {
-  const Sequences& seq = p.seq;
-  const int64_t kv_head = unit % p.num_kv_heads, t = unit / p.num_kv_heads % seq.q_len;
-  const int64_t b = unit / p.num_kv_heads / seq.q_len, group = p.num_heads / p.num_kv_heads;
-  const int64_t ldq = round_up(p.query.dim, W);
-  float* raw = p.raw + ((b * seq.q_len + t) * p.num_heads + kv_head * group) * seq.max_pages;
+constexpr int kStripe = 24;  // pages
 
-  const Span span = seq.span(b, t);
-  const int64_t first = begin > span.first_page ? begin : span.first_page;
-  const int64_t last = seq.num_blocks == 0 ? first : end < span.scored_end ? end : span.scored_end;
-  for (int64_t h = 0; h < group; h++) {
-    float* to = raw + h * seq.max_pages;
-    for (int64_t i = begin; i < end; i++)
-      if (i < first || i >= last) to[i] = -kInf;
+// The pages of a task that its token sees and that have a summary.
+struct Visible {
+  int64_t b, first_head, heads, first, last;
+  Visible(const ScoreParams& p, const ScoreTask& task) {
+    const Sequences& seq = p.seq;
+    b = task.token / seq.q_len;
+    first_head = task.band * kBandHeads;
+    heads = p.num_kv_heads - first_head < kBandHeads ? p.num_kv_heads - first_head : kBandHeads;
+    const Span span = seq.span(b, task.token % seq.q_len);
+    first = task.begin > span.first_page ? task.begin : span.first_page;
+    last = task.end < span.scored_end ? task.end : span.scored_end;
+    if (last < first || seq.num_blocks == 0) last = first;
   }
-  if (first >= last) return;
+};
 
-  alignas(64) float above[kTileHeads * kMaxHeadDim], below[kTileHeads * kMaxHeadDim];
-  for (int64_t head = 0; head < group; head += kTileHeads) {
-    const int64_t heads = group - head < kTileHeads ? group - head : kTileHeads;
-    load_query(p.query, b, t, kv_head * group + head, heads, above, ldq);
-    for (int64_t i = 0; i < heads * ldq; i++) {
-      const float q = above[i], s = p.slack * (q < 0 ? -q : q);
-      above[i] = (q + s) / 2;
-      below[i] = (q - s) / 2;
+// Pages that are scored together, for all KV heads of a band: a page's rows lie side by side there, and are asked for
+// in that order.
+template <typename T>
+class Stripe {
+ public:
+  int n = 0;            // pages
+  bool absent = false;  // some have no block
+
+  void find(const ScoreParams& p, const Visible& v, int64_t page) {
+    const Sequences& seq = p.seq;
+    const int64_t pages_per_block = seq.block_size / seq.page_size;
+    n = v.last - page < kStripe ? static_cast<int>(v.last - page) : kStripe;
+    absent = false;
+    num_rows_ = 0;
+    for (int i = 0; i < n; i++) {
+      int64_t block = seq.block(v.b, (page + i) / pages_per_block);
+      absent |= block < 0;
+      block = block < 0 ? 0 : block;
+      const int64_t row = (page + i) % pages_per_block;
+      auto at = [&](const Pool& pool) {
+        const T* x = static_cast<T*>(pool.data) + block * pool.stride_block + v.first_head * pool.stride_head +
+                     row * pool.stride_row;
+        for (int64_t h = 0; h < v.heads; h++) rows_[num_rows_++] = x + h * pool.stride_head;
+        return x;
+      };
+      high_[i] = at(p.page_max);
+      low_[i] = at(p.page_min);
     }
-    by_dtype(p.page_max.dtype, [&](auto* type) {
-      score_pages(type, p, b, kv_head, above, below, ldq, heads, first, last, raw + head * seq.max_pages);
-    });
+    for (int i = 0; i < Ahead<T>::kMost; i++) rows_[num_rows_ + i] = static_cast<T*>(p.page_max.data);
   }
+  // The rows of one KV head of the band.
+  void rows(const ScoreParams& p, int64_t head, const T** high, const T** low) const {
+    for (int i = 0; i < n; i++) high[i] = high_[i] + head * p.page_max.stride_head;
+    for (int i = 0; i < n; i++) low[i] = low_[i] + head * p.page_min.stride_head;
+  }
+  // Part `part` of `of` of all rows.
+  Ahead<T> ahead(int64_t part, int64_t of) const {
+    const int64_t begin = num_rows_ * part / of, end = num_rows_ * (part + 1) / of;
+    return Ahead<T>(rows_ + begin, static_cast<int>(end - begin));
+  }
+
+ private:
+  const T *high_[kStripe], *low_[kStripe];
+  const T* rows_[2 * kStripe * kBandHeads + Ahead<T>::kMost];
+  int64_t num_rows_ = 0;
+};
+
+template <typename T>
+static void score_pages(T*, const ScoreParams& p, int64_t token, const Visible& v, const Visible& then) {
+  const Sequences& seq = p.seq;
+  const int64_t group = p.num_heads / p.num_kv_heads, pages_per_block = seq.block_size / seq.page_size;
+  Stripe<T> stripes[2];  // the one being scored and the next
+  stripes[0].find(p, v, v.first);
+  for (int64_t page = v.first, turn = 0; page < v.last; page += kStripe, turn ^= 1) {
+    const Stripe<T>& now = stripes[turn];
+    Stripe<T>& next = stripes[turn ^ 1];
+    if (page + kStripe < v.last)
+      next.find(p, v, page + kStripe);
+    else
+      next.find(p, then, then.first);
+    for (int64_t h = 0; h < v.heads; h++) {
+      const int64_t head = (v.first_head + h) * group;
+      const float* above = p.weights + (token * 2 * p.num_heads + head) * p.weight_dim;
+      float* to = p.raw + (token * p.num_heads + head) * seq.max_pages + page;
+      const T *high[kStripe], *low[kStripe];
+      now.rows(p, h, high, low);
+      dot(Factors<T, 2>{{above, above + p.num_heads * p.weight_dim}, {high, low}}, group, now.n, p.weight_dim,
+          p.query.dim, to, seq.max_pages, next.ahead(h, v.heads));
+      if (!now.absent) continue;
+      for (int i = 0; i < now.n; i++)
+        if (seq.block(v.b, (page + i) / pages_per_block) < 0)
+          for (int64_t g = 0; g < group; g++) to[g * seq.max_pages + i] = -kInf;
+    }
+  }
+}
+
+void score(const ScoreParams& p, const ScoreTask& task, const ScoreTask& next) {
+  const Visible v(p, task), then(p, next);
+  const int64_t group = p.num_heads / p.num_kv_heads;
+  for (int64_t h = 0; h < v.heads * group; h++) {
+    float* to = p.raw + (task.token * p.num_heads + v.first_head * group + h) * p.seq.max_pages;
+    for (int64_t i = task.begin; i < task.end; i++)
+      if (i < v.first || i >= v.last) to[i] = -kInf;
+  }
+  by_dtype(p.page_max.dtype, [&](auto* type) { score_pages(type, p, task.token, v, then); });
 }
 
 // Softmax rule: mean over heads of exp(scale (s - best)) / sum. Relative rule: max over heads of s - best. Equal
@@ -100,39 +139,41 @@ void agree(const ScoreParams& p, int64_t unit) {
   for (int64_t i = 0; i < seq.max_pages; i++) to[i] = i >= begin && i < end && softmax ? 0.0f : -kInf;
   for (int64_t h = 0; h < group; h++) {
     const float* s = raw + h * seq.max_pages;
-    float best = -kInf;
-    for (int64_t i = begin; i < end; i++) best = max_known(best, s[i]);
+    // Call f(scores, have) for every vector of pages and put what it returns. The last, partial one is padded with NaN,
+    // which no sum counts.
+    auto each = [&](auto f) {
+      int64_t i = begin;
+      for (; i + W <= end; i += W) store(to + i, f(load(s + i), load(to + i)));
+      if (i >= end) return;
+      const Vec nan = splat(__builtin_nanf(""));
+      float x[W], have[W];
+      store(x, nan);
+      store(have, nan);
+      memcpy(x, s + i, (end - i) * sizeof(float));
+      memcpy(have, to + i, (end - i) * sizeof(float));
+      store(have, f(load(x), load(have)));
+      memcpy(to + i, have, (end - i) * sizeof(float));
+    };
+    Vec tops = splat(-kInf), total{};
+    each([&](Vec x, Vec have) {
+      tops = max_known(tops, x);
+      return have;
+    });
+    const float best = largest(tops);
     auto gap = [&](Vec x) { return x == best ? Vec{} : x - best; };
-    // The last, partial vector is padded with NaN, which no sum counts.
-    auto pages = [&](int64_t i) {
-      if (end - i >= W) return load(s + i);
-      Vec x = splat(__builtin_nanf(""));
-      for (int64_t j = 0; j < end - i; j++) x[j] = s[i + j];
-      return x;
-    };
-    auto put = [&](int64_t i, Vec v) {
-      if (end - i >= W) return store(to + i, v);
-      for (int64_t j = 0; j < end - i; j++) to[i + j] = v[j];
-    };
-    auto have = [&](int64_t i) {
-      if (end - i >= W) return load(to + i);
-      Vec x{};
-      for (int64_t j = 0; j < end - i; j++) x[j] = to[i + j];
-      return x;
-    };
     if (softmax) {
-      Vec total{};
-      for (int64_t i = begin; i < end; i += W) {
-        const Vec e = exp(gap(pages(i)) * p.softmax_scale);
+      each([&](Vec x, Vec have) {
+        const Vec e = exp(gap(x) * p.softmax_scale);
         total += e == e ? e : Vec{};
-      }
+        return have;
+      });
       const float all = sum(total), weight = 1.0f / (group * (all > 1e-38f ? all : 1e-38f));
-      for (int64_t i = begin; i < end; i += W) put(i, have(i) + exp(gap(pages(i)) * p.softmax_scale) * weight);
+      each([&](Vec x, Vec have) { return have + exp(gap(x) * p.softmax_scale) * weight; });
     } else {
-      for (int64_t i = begin; i < end; i += W) {
-        const Vec g = gap(pages(i)), m = have(i);
-        put(i, ((g > m) | (g != g)) ? g : m);
-      }
+      each([&](Vec x, Vec have) {
+        const Vec g = gap(x);
+        return ((g > have) | (g != g)) ? g : have;
+      });
     }
   }
 }

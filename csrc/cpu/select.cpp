@@ -3,37 +3,35 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-typedef int32_t IVec __attribute__((vector_size(4 * W)));
-
-// Order-preserving integers: NaN below -inf, both zeros equal.
-QUEST_INLINE IVec rank(Vec scores) {
-  const IVec bits = (IVec)(scores + 0.0f);
-  const IVec order = bits ^ ((bits >> 31) & 0x7fffffff);
-  return scores == scores ? order : (IVec{} + INT32_MIN);
-}
-QUEST_INLINE int32_t rank(float score) { return rank(splat(score))[0]; }
-
-// How many of n scores rank at least `least`.
-static int64_t reached(const float* scores, int64_t n, int32_t least) {
+// How many of n scores a comparison holds for.
+template <typename F>
+static int64_t count_where(const float* scores, int64_t n, const F& held) {
   IVec counts{};
   int64_t i = 0;
-  for (; i + W <= n; i += W) counts -= rank(load(scores + i)) >= least;
+  for (; i + W <= n; i += W) counts -= held(load(scores + i));
   int64_t total = 0;
   for (int lane = 0; lane < W; lane++) total += counts[lane];
-  for (; i < n; i++) total += rank(scores[i]) >= least;
+  if (i < n) total += __builtin_popcount(bits_of(held(load_n(scores + i, n - i))) & ((1u << (n - i)) - 1));
   return total;
 }
 
-// The rank from which on the k best of n > k > 0 scores are, found bit by bit: the largest that k scores reach.
-static int32_t kth_best(const float* scores, int64_t n, int64_t k) {
-  uint32_t found = 0;  // offset binary
+// The place of a float among all floats as an integer in offset binary, and back.
+static float float_at(uint32_t place) { return bits_to_float(place & 0x80000000u ? place & 0x7fffffffu : ~place); }
+
+// The score from which on the k > 0 best are, found bit by bit: the largest that k of n scores reach. At least k are
+// known, that is not NaN.
+static float kth_best(const float* scores, int64_t n, int64_t k) {
+  constexpr uint32_t lowest = 0x007fffff, highest = 0xff800000;  // the places of -inf and of inf
+  uint32_t found = 0;
   for (int bit = 31; bit >= 0; bit--) {
     const uint32_t more = found | 1u << bit;
-    const int64_t reach = reached(scores, n, static_cast<int32_t>(more ^ 0x80000000u));
+    if (more > highest) continue;
+    const float least = float_at(more);
+    const int64_t reach = more <= lowest ? k : count_where(scores, n, [&](Vec x) { return x >= least; });
     if (reach >= k) found = more;
-    if (reach == k) break;  // exactly those
+    if (reach == k && more > lowest) break;  // exactly those
   }
-  return static_cast<int32_t>(found ^ 0x80000000u);
+  return float_at(found);
 }
 
 void select(const SelectParams& p, int64_t unit) {
@@ -65,17 +63,20 @@ void select(const SelectParams& p, int64_t unit) {
       take(span.first_page, begin);
       if (room > 0) {
         const float* scores = p.scores + unit * seq.max_pages + begin;
-        const int32_t least = kth_best(scores, candidates, room);
-        int64_t ties = room;  // of the least rank, so many fit: the first ones
-        if (least < INT32_MAX) ties -= reached(scores, candidates, least + 1);
-        int32_t ranks[W];
-        for (int64_t i = 0; i < candidates; i++) {
-          if (i % W == 0) {
-            const IVec r = rank(candidates - i < W ? load_n(scores + i, candidates - i) : load(scores + i));
-            memcpy(ranks, &r, sizeof r);
+        const int64_t known = count_where(scores, candidates, [](Vec x) { return x == x; });
+        const bool all_known = known <= room;  // then NaN, which ranks below -inf, fills the rest
+        const float least = all_known ? -kInf : kth_best(scores, candidates, room);
+        auto sure = [&](Vec x) { return all_known ? x == x : x > least; };
+        auto tied = [&](Vec x) { return all_known ? x != x : x == least; };
+        int64_t ties = room - count_where(scores, candidates, sure);  // so many fit, the first ones
+        for (int64_t i = 0; i < candidates; i += W) {
+          const int64_t n = candidates - i < W ? candidates - i : W;
+          const Vec x = n < W ? load_n(scores + i, n) : load(scores + i);
+          const uint32_t valid = n < W ? (1u << n) - 1 : ~0u, takes = bits_of(sure(x)) & valid;
+          for (uint32_t left = takes | (bits_of(tied(x)) & valid); left; left &= left - 1) {
+            const int lane = __builtin_ctz(left);
+            if (takes >> lane & 1 || ties-- > 0) take(begin + i + lane, begin + i + lane + 1);
           }
-          const int32_t r = ranks[i % W];
-          if (r > least || (r == least && ties-- > 0)) take(begin + i, begin + i + 1);
         }
       }
       take(end, span.end_page);

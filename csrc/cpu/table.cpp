@@ -6,6 +6,6 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-const Kernels table = {QUEST_NAME(QUEST_ISA), append, summarise, score, agree, select, attend, combine, merge};
+const Kernels table = {QUEST_NAME(QUEST_ISA), append, summarise, weigh, score, agree, select, attend, combine, merge};
 
 }  // namespace quest::cpu::QUEST_ISA

@@ -8,7 +8,8 @@ namespace quest::cpu::QUEST_ISA {
 
 void append(const AppendParams&, int64_t begin, int64_t end);
 void summarise(const SummariseParams&, int64_t row, int64_t kv_head, int64_t begin, int64_t end);
-void score(const ScoreParams&, int64_t unit, int64_t begin, int64_t end);
+void weigh(const ScoreParams&, int64_t token);
+void score(const ScoreParams&, const ScoreTask& task, const ScoreTask& next);
 void agree(const ScoreParams&, int64_t unit);
 void select(const SelectParams&, int64_t unit);
 void attend(const AttendParams&, int64_t unit, int64_t split);

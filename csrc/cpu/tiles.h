@@ -1,98 +1,182 @@
 // The two inner products of attention, in register tiles: several query heads times several rows of the cache, so
 // that a loaded row serves the whole group. Rows come as pointers: a page is a run of them, any page size will do.
+//
+// While a tile is computed the rows of the next one are asked for, a few at a time: pages lie anywhere, so the hardware
+// does not foresee them, and asking for all of them at once would leave the arithmetic waiting for the memory and then
+// the memory for the arithmetic.
 #pragma once
 
 #include "cpu/vec.h"
 
 namespace quest::cpu::QUEST_ISA {
 
-constexpr int kTileRows = 64;  // rows of the cache per tile
+constexpr int kTileRows = 48;  // rows of K and V per tile
+
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
+
+// How many rows go with 1 to 4 heads: as many sums as the registers hold beside what they are made of.
+constexpr int kRowsWith[] = {0, 8, kRegisters / 4, 4, kRegisters == 32 ? 4 : 3};
+
+// Rows that are read next. The products ask for them line by line on the way, into the second level: asked for all at
+// once the processor drops most of them, and in the first level two tiles would push each other out.
+template <typename T>
+class Ahead {
+ public:
+  // The list is followed by kMost more pointers that can be asked for.
+  static constexpr int kMost = 16;
+  Ahead(const T* const* rows, int n) : rows_(rows), n_(n) {}
+  // The next `count` <= kMost rows.
+  const T* const* take(int count) {
+    const T* const* rows = rows_ + (at_ < n_ ? at_ : n_);
+    at_ += count;
+    return rows;
+  }
+
+ private:
+  const T* const* rows_;
+  const int n_;
+  int at_ = 0;
+};
+
+template <typename T>
+QUEST_INLINE void prefetch(const T* p) {
+  __builtin_prefetch(p, 0, 2);
+}
+// All of a row.
+template <typename T>
+QUEST_INLINE void prefetch(const T* row, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) prefetch(row + d);
+}
+
+// Call f(Number<H>, first head) for pieces of at most four heads, as equal as can be.
+template <int N>
+struct Number {
+  static constexpr int value = N;
+};
+template <typename F>
+QUEST_INLINE void by_heads(int64_t heads, const F& f) {
+  for (int64_t h = 0; h < heads;) {
+    const int64_t left = heads - h;
+    switch (left) {
+      case 1: f(Number<1>{}, h), h += 1; break;
+      case 2: f(Number<2>{}, h), h += 2; break;
+      case 3:
+      case 5:
+      case 6: f(Number<3>{}, h), h += 3; break;
+      default: f(Number<4>{}, h), h += 4;
+    }
+  }
+}
 
 // S inner products that are added up: S = 1 for q . k, S = 2 for above . page_max + below . page_min.
 template <typename T, int S>
 struct Factors {
-  const float* q[S];        // [heads, ldq], padded with zeros to a multiple of W
+  const float* q[S];        // [heads, ldq], in the halves of T, padded with zeros to a multiple of W
   const T* const* rows[S];  // [n] pointers to rows of dim values
 };
 
-// dots[h][r] = sum_s q[s][head + h] . rows[s][row + r] for H heads and R rows, H * R <= 8
+// dots[h][r] = sum_s q[s][head + h] . rows[s][row + r] for H heads and R rows
 template <int H, int R, typename T, int S>
 QUEST_INLINE void dot_tile(const Factors<T, S>& f, int64_t head, int row, int64_t ldq, int64_t dim, float* dots,
-                           int64_t ldd) {
-  Vec acc[8] = {};
+                           int64_t ldd, Ahead<T>& ahead) {
+  constexpr int N = (H * R + 3) / 4 * 4;
+  Vec acc[N] = {};
 #pragma GCC unroll 2
   for (int s = 0; s < S; s++) {
     const float* q = f.q[s] + head * ldq;
-    const T* const* rows = f.rows[s] + row;
-    int64_t d = 0;
-    for (; d + W <= dim; d += W) {
-      Vec k[R];
+    const T* rows[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) k[r] = load(rows[r] + d);
+    for (int r = 0; r < R; r++) rows[r] = f.rows[s][row + r];
+    const T* const* soon = ahead.take(R);
+    Vec k[R];
+    auto add = [&](int64_t d) {
 #pragma GCC unroll 8
       for (int h = 0; h < H; h++) {
         const Vec qh = load(q + h * ldq + d);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) acc[h * R + r] += qh * k[r];
       }
-    }
-    if (d < dim) {
-      for (int r = 0; r < R; r++) {
-        const Vec k = load_n(rows[r] + d, dim - d);
-        for (int h = 0; h < H; h++) acc[h * R + r] += load(q + h * ldq + d) * k;
+    };
+    int64_t d = 0;
+    for (; d + 2 * W <= dim; d += 2 * W) {
+      if (d * sizeof(T) % 64 == 0) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) prefetch(soon[r] + d);
       }
+      if constexpr (2 * W * sizeof(T) > 64) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) prefetch(soon[r] + d + W);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) k[r] = load_half<0>(rows[r] + d);
+      add(d);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) k[r] = load_half<1>(rows[r] + d);
+      add(d + W);
+    }
+    for (; d < dim; d += W) {
+      for (int r = 0; r < R; r++) k[r] = dim - d < W ? load_n(rows[r] + d, dim - d) : load(rows[r] + d);
+      add(d);
     }
   }
-  float sums[8];
-  sum_each<H * R>(acc, sums);
+  float sums[N];
+#pragma GCC unroll 8
+  for (int i = 0; i < N; i += 4) {
+    const Quad four = sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+    memcpy(sums + i, &four, sizeof four);
+  }
 #pragma GCC unroll 8
   for (int h = 0; h < H; h++)
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) dots[(head + h) * ldd + row + r] = sums[h * R + r];
 }
 
-template <int H, typename T, int S>
-QUEST_INLINE void dot_rows(const Factors<T, S>& f, int64_t head, int n, int64_t ldq, int64_t dim, float* dots,
-                           int64_t ldd) {
-  constexpr int R = 8 / H;
-  int r = 0;
-  for (; r + R <= n; r += R) dot_tile<H, R>(f, head, r, ldq, dim, dots, ldd);
-  for (; r < n; r++) dot_tile<H, 1>(f, head, r, ldq, dim, dots, ldd);
-}
-
 // dots[h][r] = sum_s q[s][h] . rows[s][r]
 template <typename T, int S>
-inline void dot(const Factors<T, S>& f, int64_t heads, int n, int64_t ldq, int64_t dim, float* dots, int64_t ldd) {
-  int64_t h = 0;
-  for (; h + 4 <= heads; h += 4) dot_rows<4>(f, h, n, ldq, dim, dots, ldd);
-  switch (heads - h) {
-    case 3: return dot_rows<3>(f, h, n, ldq, dim, dots, ldd);
-    case 2: return dot_rows<2>(f, h, n, ldq, dim, dots, ldd);
-    case 1: return dot_rows<1>(f, h, n, ldq, dim, dots, ldd);
-    default: return;
-  }
+inline void dot(const Factors<T, S>& f, int64_t heads, int n, int64_t ldq, int64_t dim, float* dots, int64_t ldd,
+                Ahead<T> ahead) {
+  by_heads(heads, [&](auto piece, int64_t head) {
+    constexpr int H = decltype(piece)::value, R = kRowsWith[H];
+    int r = 0;
+    for (; r + R <= n; r += R) dot_tile<H, R>(f, head, r, ldq, dim, dots, ldd, ahead);
+    if (r < n && n >= R) {
+      dot_tile<H, R>(f, head, n - R, ldq, dim, dots, ldd, ahead);  // some rows a second time
+    } else {
+      for (; r < n; r++) dot_tile<H, 1>(f, head, r, ldq, dim, dots, ldd, ahead);
+    }
+  });
 }
 
-// Ask for a row that the next tile reads: pages lie anywhere, so the hardware does not foresee them. Into the second
-// level: two tiles of K and V would push each other out of the first.
-template <typename T>
-QUEST_INLINE void prefetch(const T* row, int64_t dim) {
-  const char* p = reinterpret_cast<const char*>(row);
-  for (int64_t i = 0; i < dim * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(p + i, 0, 2);
-}
-
+// acc[h][d ..] += sum_r p[h][r] * rows[r][d ..] for H heads and C vectors
 template <int H, int C, typename T>
 QUEST_INLINE void mix_tile(const float* p, int64_t ldp, const T* const* rows, int64_t n, int64_t d, float* acc,
-                           int64_t lda) {
+                           int64_t lda, const T* const* soon) {
+  constexpr int bytes = C * W * sizeof(T), turns = bytes < 64 ? 64 / bytes : 1;  // tiles that share a line take turns
+  const int turn = static_cast<int>(d / (C * W));
   Vec a[H][C];
 #pragma GCC unroll 8
   for (int h = 0; h < H; h++)
 #pragma GCC unroll 8
     for (int c = 0; c < C; c++) a[h][c] = load(acc + h * lda + d + c * W);
   for (int64_t r = 0; r < n; r++) {
-    Vec v[C];
+    if ((r + turn) % turns == 0) {
 #pragma GCC unroll 8
-    for (int c = 0; c < C; c++) v[c] = load(rows[r] + d + c * W);
+      for (int c = 0; c < C * W; c += 64 / sizeof(T)) prefetch(soon[r] + d + c);
+    }
+    Vec v[C];
+    if constexpr (C == 1) {
+      v[0] = load(rows[r] + d);
+    } else {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c += 2) {
+        v[c] = load_half<0>(rows[r] + d + c * W);
+        v[c + 1] = load_half<1>(rows[r] + d + c * W);
+      }
+    }
 #pragma GCC unroll 8
     for (int h = 0; h < H; h++)
 #pragma GCC unroll 8
@@ -104,46 +188,47 @@ QUEST_INLINE void mix_tile(const float* p, int64_t ldp, const T* const* rows, in
     for (int c = 0; c < C; c++) store(acc + h * lda + d + c * W, a[h][c]);
 }
 
-template <int H, typename T>
-QUEST_INLINE void mix_rows(const float* p, int64_t ldp, const T* const* rows, int64_t n, int64_t dim, float* acc,
-                           int64_t lda) {
-  int64_t d = 0;
-  for (; d + 2 * W <= dim; d += 2 * W) mix_tile<H, 2>(p, ldp, rows, n, d, acc, lda);
-  for (; d + W <= dim; d += W) mix_tile<H, 1>(p, ldp, rows, n, d, acc, lda);
-  if (d < dim) {
-    for (int64_t r = 0; r < n; r++) {
-      const Vec v = load_n(rows[r] + d, dim - d);
-      for (int h = 0; h < H; h++) {
-        float* to = acc + h * lda + d;
-        store(to, load(to) + p[h * ldp + r] * v);
-      }
-    }
-  }
-}
-
-// acc[h] += sum_r p[h][r] * rows[r]; acc rows hold a multiple of W values.
+// acc[h] += sum_r p[h][r] * rows[r]; acc is in the halves of T, its rows hold a multiple of W values.
 template <typename T>
 inline void mix(const float* p, int64_t ldp, int64_t heads, const T* const* rows, int64_t n, int64_t dim, float* acc,
-                int64_t lda) {
-  int64_t h = 0;
-  for (; h + 4 <= heads; h += 4) mix_rows<4>(p + h * ldp, ldp, rows, n, dim, acc + h * lda, lda);
-  switch (heads - h) {
-    case 3: return mix_rows<3>(p + h * ldp, ldp, rows, n, dim, acc + h * lda, lda);
-    case 2: return mix_rows<2>(p + h * ldp, ldp, rows, n, dim, acc + h * lda, lda);
-    case 1: return mix_rows<1>(p + h * ldp, ldp, rows, n, dim, acc + h * lda, lda);
-    default: return;
-  }
-}
-
-// Query rows of one token as fp32, padded with zeros to ldq.
-inline void load_query(const Rows& query, int64_t b, int64_t t, int64_t head, int64_t heads, float* to, int64_t ldq) {
-  by_dtype(query.dtype, [&](auto* type) {
-    auto* from = static_cast<decltype(type)>(query.data) + b * query.stride_batch + t * query.stride_token;
-    for (int64_t h = 0; h < heads; h++) {
-      load_row(to + h * ldq, from + (head + h) * query.stride_head, query.dim);
-      for (int64_t d = query.dim; d < ldq; d++) to[h * ldq + d] = 0;
+                int64_t lda, const T* const* soon) {
+  by_heads(heads, [&](auto piece, int64_t head) {
+    constexpr int H = decltype(piece)::value, most = kRegisters / 2 / H;
+    constexpr int C = most >= 8 ? 8 : most >= 4 ? 4 : 2;
+    const float* ph = p + head * ldp;
+    float* to = acc + head * lda;
+    int64_t d = 0;
+    auto tiles = [&](auto count) {
+      constexpr int c = decltype(count)::value;
+      for (; d + c * W <= dim; d += c * W) {
+        mix_tile<H, c>(ph, ldp, rows, n, d, to, lda, soon);
+      }
+    };
+    tiles(Number<C>{});
+    if constexpr (C > 2) tiles(Number<2>{});
+    tiles(Number<1>{});
+    if (d < dim) {
+      for (int64_t r = 0; r < n; r++) {
+        const Vec v = load_n(rows[r] + d, dim - d);
+        for (int h = 0; h < H; h++) store(to + h * lda + d, load(to + h * lda + d) + ph[h * ldp + r] * v);
+      }
     }
   });
+}
+
+// A query row as fp32 in the halves of T, padded with zeros to ldq.
+template <typename T>
+inline void load_query(const T* rows_type, const Rows& query, int64_t b, int64_t t, int64_t head, float* to,
+                       int64_t ldq) {
+  alignas(64) float row[kMaxHeadDim];
+  by_dtype(query.dtype, [&](auto* type) {
+    load_row(row,
+             static_cast<decltype(type)>(query.data) + b * query.stride_batch + t * query.stride_token +
+                 head * query.stride_head,
+             query.dim);
+  });
+  to_halves(rows_type, row, to, query.dim);
+  for (int64_t d = query.dim; d < ldq; d++) to[d] = 0;
 }
 
 }  // namespace quest::cpu::QUEST_ISA

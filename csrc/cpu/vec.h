@@ -10,7 +10,7 @@
 
 #include "params.h"
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 says so of its own intrinsics' undefined lanes
 #endif
@@ -32,8 +32,10 @@ constexpr int W = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * W)));
+typedef int32_t IVec __attribute__((vector_size(4 * W)));
 typedef uint32_t UVec __attribute__((vector_size(4 * W)));
 typedef uint16_t HVec __attribute__((vector_size(2 * W)));  // W values of 16 bits
+typedef float Quad __attribute__((vector_size(16)));
 
 struct bf16 {
   uint16_t bits;
@@ -134,6 +136,39 @@ QUEST_INLINE Vec load_n(const T* p, int64_t n) {
   for (int64_t i = 0; i < n; i++) padded[i] = p[i];
   return load(padded);
 }
+// Two vectors of the 2 W values at p. Of bf16 they are the values at even and at odd places, a shift and a mask instead
+// of two shuffles; of other types the first and the second W. `to_halves` brings a row into that order.
+template <int Half, typename T>
+QUEST_INLINE Vec load_half(const T* p) {
+  return load(p + Half * W);
+}
+template <int Half>
+QUEST_INLINE Vec load_half(const bf16* p) {
+  UVec both;
+  memcpy(&both, p, sizeof both);
+  return Half ? (Vec)(both & 0xffff0000u) : (Vec)(both << 16);
+}
+template <typename T>
+QUEST_INLINE void to_halves(const T*, const float* row, float* to, int64_t dim) {
+  memcpy(to, row, dim * sizeof(float));
+}
+QUEST_INLINE void to_halves(const bf16*, const float* row, float* to, int64_t dim) {
+  int64_t d = 0;
+  for (; d + 2 * W <= dim; d += 2 * W)
+    for (int i = 0; i < W; i++) to[d + i] = row[d + 2 * i], to[d + W + i] = row[d + 2 * i + 1];
+  memcpy(to + d, row + d, (dim - d) * sizeof(float));
+}
+template <typename T>
+QUEST_INLINE void from_halves(const T*, const float* halves, float* to, int64_t dim) {
+  memcpy(to, halves, dim * sizeof(float));
+}
+QUEST_INLINE void from_halves(const bf16*, const float* halves, float* to, int64_t dim) {
+  int64_t d = 0;
+  for (; d + 2 * W <= dim; d += 2 * W)
+    for (int i = 0; i < W; i++) to[d + 2 * i] = halves[d + i], to[d + 2 * i + 1] = halves[d + W + i];
+  memcpy(to + d, halves + d, (dim - d) * sizeof(float));
+}
+
 QUEST_INLINE void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 template <typename T>
 QUEST_INLINE void store_row(T* to, const float* from, int64_t n) {
@@ -156,47 +191,62 @@ QUEST_INLINE void by_dtype(DType dtype, const F& f) {
 
 // ---- arithmetic ----
 
-#if defined(__AVX2__)
-// The upper half added to the lower.
-QUEST_INLINE __m256 fold(Vec v) {
+// The sums of four vectors. Every sum of a vector is taken in this order, so that equal rows get equal scores.
+QUEST_INLINE Quad sum4(Vec a, Vec b, Vec c, Vec d) {
 #if defined(__AVX512F__)
-  return _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_maskz_extractf32x8_ps(0xff, (__m512)v, 1));
+  constexpr __mmask16 all = 0xffff;
+  auto low = [](Vec x, Vec y) { return _mm512_maskz_unpacklo_ps(all, (__m512)x, (__m512)y); };
+  auto high = [](Vec x, Vec y) { return _mm512_maskz_unpackhi_ps(all, (__m512)x, (__m512)y); };
+  const __m512d ab = (__m512d)(low(a, b) + high(a, b)), cd = (__m512d)(low(c, d) + high(c, d));
+  const __m512 x = (__m512)_mm512_maskz_unpacklo_pd(0xff, ab, cd) + (__m512)_mm512_maskz_unpackhi_pd(0xff, ab, cd);
+  const __m256 y = _mm512_castps512_ps256(x) + _mm512_maskz_extractf32x8_ps(0xff, x, 1);
+  return (Quad)(_mm256_castps256_ps128(y) + _mm256_extractf128_ps(y, 1));
+#elif defined(__AVX2__)
+  auto in_lanes = [](Vec x, Vec y) {
+    return (__m256d)(_mm256_unpacklo_ps((__m256)x, (__m256)y) + _mm256_unpackhi_ps((__m256)x, (__m256)y));
+  };
+  const __m256d ab = in_lanes(a, b), cd = in_lanes(c, d);
+  const __m256 y = (__m256)_mm256_unpacklo_pd(ab, cd) + (__m256)_mm256_unpackhi_pd(ab, cd);
+  return (Quad)(_mm256_castps256_ps128(y) + _mm256_extractf128_ps(y, 1));
+#elif defined(__SSE2__)
+  auto in_lanes = [](Vec x, Vec y) {
+    return (__m128d)(_mm_unpacklo_ps((__m128)x, (__m128)y) + _mm_unpackhi_ps((__m128)x, (__m128)y));
+  };
+  const __m128d ab = in_lanes(a, b), cd = in_lanes(c, d);
+  return (Quad)((__m128)_mm_unpacklo_pd(ab, cd) + (__m128)_mm_unpackhi_pd(ab, cd));
+#elif defined(__ARM_NEON)
+  auto pairs = [](Vec x, Vec y) { return vpaddq_f32((float32x4_t)x, (float32x4_t)y); };
+  return (Quad)vpaddq_f32(pairs(a, b), pairs(c, d));
 #else
-  return (__m256)v;
+  auto sum = [](Vec v) { return (v[0] + v[2]) + (v[1] + v[3]); };
+  return Quad{sum(a), sum(b), sum(c), sum(d)};
 #endif
 }
-#endif
-
-QUEST_INLINE float sum(Vec v) {
-#if defined(__AVX2__)
-  const __m256 y = fold(v);
-  __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-  return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-#else
-  return (v[0] + v[2]) + (v[1] + v[3]);
-#endif
-}
-// The sums of N <= 8 vectors, where it pays by adding and transposing all of them at once.
-template <int N>
-QUEST_INLINE void sum_each(const Vec (&v)[8], float* sums) {
-#if defined(__AVX2__)
-  if constexpr (N > 2) {
-    auto pair = [&](int i) { return _mm256_hadd_ps(fold(v[i]), fold(v[i + 1])); };
-    const __m256 a = _mm256_hadd_ps(pair(0), pair(2)), b = _mm256_hadd_ps(pair(4), pair(6));
-    _mm256_storeu_ps(sums, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
-    return;
-  }
-#endif
-  for (int i = 0; i < N; i++) sums[i] = sum(v[i]);
-}
+QUEST_INLINE float sum(Vec v) { return sum4(v, v, v, v)[0]; }
 // Maximum that passes over NaN: false comparisons keep what is there.
 QUEST_INLINE float max_known(float m, float x) { return x > m ? x : m; }
 QUEST_INLINE Vec max_known(Vec m, Vec x) { return x > m ? x : m; }
+// The largest of values that are no NaN.
 QUEST_INLINE float largest(Vec v) {
-  float m = -kInf;
-  for (int i = 0; i < W; i++) m = max_known(m, v[i]);
-  return m;
+  Quad parts[W / 4];
+  memcpy(parts, &v, sizeof v);
+  Quad m = parts[0];
+  for (int i = 1; i < W / 4; i++) m = parts[i] > m ? parts[i] : m;
+  return max_known(max_known(m[0], m[1]), max_known(m[2], m[3]));
+}
+
+// The lanes where a comparison held, as bits.
+QUEST_INLINE uint32_t bits_of(IVec held) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)held);
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)held);
+#elif defined(__SSE2__)
+  return _mm_movemask_ps((__m128)held);
+#else
+  const IVec bits = held & IVec{1, 2, 4, 8};
+  return bits[0] | bits[1] | bits[2] | bits[3];
+#endif
 }
 
 // exp(x), relative error below 3e-7 for x in [-87.3, 88]; 0 below, inf above, NaN for NaN.
