@@ -4,13 +4,14 @@ BIN := .venv/bin
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort)
 TEST_JOBS ?= 2
 
-.PHONY: help demo test lint wheel bench clean
+.PHONY: help demo test asan lint wheel bench clean
 
 help:
 	@echo "make demo   a language model answers from a long prompt, densely and with sparse reads: demo/results.*"
 	@echo "make test   the tests, on $(TEST_JOBS) processes (ARGS='-k select' passes options on)"
+	@echo "make asan   the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint   ruff, clang-format, mypy"
-	@echo "make bench  one decode step, and a model through transformers"
+	@echo "make bench  a decode step verb by verb and as a whole, and a model through transformers"
 	@echo "make wheel  a wheel in dist/"
 	@echo "make clean  remove what was built, but not .venv"
 
@@ -26,6 +27,9 @@ demo: .venv/.ready
 test: .venv/.ready
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
 
+asan: .venv/.ready
+	PYTHON=$(BIN)/python bash scripts/asan.sh $(ARGS)
+
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,6 +37,7 @@ lint: .venv/.ready
 	$(BIN)/mypy
 
 bench: .venv/.ready
+	$(BIN)/quest bench steps
 	$(BIN)/quest bench decode
 	$(BIN)/quest bench hf
 

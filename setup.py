@@ -37,12 +37,14 @@ MACOS = sys.platform == "darwin"
 # Folders at the top that are installed inside quest: `triton_kernels` is also the name of a package of Triton's own.
 MAPPED_PACKAGES = {"quest.bench": "bench", "quest.triton_kernels": "triton_kernels"}
 
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]
 # What each copy of a CPU kernel may use beyond the architecture's own baseline.
 ISA_FLAGS = {
     "x86_64": {
         "baseline": [],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
-        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"],
+        "avx512": AVX512,
+        "avx512_bf16": [*AVX512, "-mavx512bf16"],
     },
     "aarch64": {"neon": []},
 }

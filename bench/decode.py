@@ -1,14 +1,14 @@
-"""One decode step of one layer: `quest.decode` against PyTorch's attention and the machine's read bandwidth.
+"""One decode step of one layer: `quest.decode` against PyTorch's attention and two limits of the machine.
 
 Every repetition works on memory that no cache holds: K, V and summaries of several layers take turns, as in a model.
-The methods take turns too, so that all of them meet the machine in the same state.
+A round runs all layers of a method one after the other, as a model does for one token, and the methods take turns, so
+that all of them meet the machine in the same state.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -21,179 +21,181 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import quest
 from quest import QuestConfig
-from quest.bench.machine import last_level_cache, median_ms, read_bandwidth
-from quest.bytes import StepBytes, step_bytes
-from quest.models import DTYPES
+from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
+from quest.bench.shapes import Paged, Plain, Shape, paged_layers, plain_layers
 
-__all__ = ["Shape", "run", "show"]
+__all__ = ["SWEEPS", "run", "show", "sweep"]
 
 DEFAULT_EVERY = 8  # SDPA as transformers calls it is slow: it takes part in every 8th round
+MOST_SECONDS = 30.0  # for the rounds of one shape
+
+SWEEPS = ("contexts", "budgets", "batches", "groups", "dtypes")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A row of the table."""
-
-    context: int
-    batch: int
-    budget: int
-    dtype: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    def bytes(self, config: QuestConfig) -> StepBytes:
-        one = step_bytes(
-            self.context,
-            config.layer(0),
-            page_size=config.page_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            itemsize=DTYPES[self.dtype].itemsize,
-        )
-        return sum([one] * self.batch, StepBytes())
+def sweep(names: Sequence[str]) -> list[Shape]:
+    """The shapes of a full run: contexts from 4K to 1M, budgets, ragged batches, group sizes, dtypes."""
+    usual: dict[str, Any] = dict(
+        context=32768, batch=1, budget=2048, dtype="bfloat16", num_heads=32, num_kv_heads=8, head_dim=128
+    )
+    varied: dict[str, list[dict[str, Any]]] = {
+        "contexts": [dict(context=1 << power) for power in range(12, 21)],
+        "budgets": [dict(budget=budget) for budget in (256, 512, 1024, 2048, 4096)],
+        "batches": [dict(batch=batch, ragged=batch > 1) for batch in (1, 8, 32)],
+        "groups": [dict(num_heads=8 * group) for group in (1, 3, 4, 7, 8)],
+        "dtypes": [dict(dtype=dtype) for dtype in ("bfloat16", "float16", "float32")],
+    }
+    return list(dict.fromkeys(Shape(**(usual | change)) for name in names for change in varied[name]))
 
 
-def run(shapes: Sequence[Shape], *, rounds: int = 40, console: Console | None = None) -> list[dict[str, Any]]:
+def run(
+    shapes: Sequence[Shape], *, rounds: int = 20, dense: bool = True, console: Console | None = None
+) -> list[dict[str, Any]]:
     """Measure every shape.
 
+    Args:
+        rounds: turns of each method, fewer where one shape would take more than half a minute.
+        dense: measure quest's own dense step too.
+
     Returns:
-        One dict per shape: the shape's fields, `bytes` (counted), `ms` (median; `ms_min`, `ms_max`), `gb_per_s`,
-        `limit_fraction` (time the bytes take at the read bandwidth, over `ms`), `sdpa_best_ms`, `sdpa_default_ms` and
-        the speed-ups over them.
+        One dict per shape: the shape's fields; `bytes`, `fmas` (counted); `ms` (median; `ms_min`, `ms_max`);
+        `gb_per_s`; `read_gb_per_s` and `peak_gfma_per_s` (the limits); `limit_fraction` (time to read that many bytes,
+        over `ms`), `fma_fraction` (time of that many multiply-adds, over `ms`); `sdpa_best_ms`, `sdpa_default_ms` and
+        `dense_ms` (quest's own) with the speed-ups over them, and `dense_limit_fraction` (of the tighter limit).
     """
     rows = []
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("read bandwidth", total=len(shapes) * rounds)
-        for shape in shapes:
-            progress.update(bar, description=f"{shape.context} tokens, budget {shape.budget}, {shape.dtype}")
-            rows.append(measure(shape, rounds, lambda: progress.advance(bar)))
+        bar = progress.add_task("", total=len(shapes) * rounds)
+        for number, shape in enumerate(shapes):
+            progress.update(bar, description=f"{shape.context:,} tokens, budget {shape.budget:,}, {shape.dtype}")
+            rows.append(measure(shape, rounds, dense, lambda: progress.advance(bar)))
+            progress.update(bar, completed=(number + 1) * rounds)
     return rows
 
 
-def measure(shape: Shape, rounds: int, advance: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    config = QuestConfig(budget=shape.budget)
-    counted = shape.bytes(config)
-    bandwidth = read_bandwidth(0.5)
-    layers = itertools.cycle(paged_layers(shape, config, copies(counted.total)))
-    dense_layers = itertools.cycle(plain_layers(shape, copies(counted.dense)))
-    queries = itertools.cycle(torch.randn(16, shape.batch, shape.num_heads, shape.head_dim).to(DTYPES[shape.dtype]))
+def measure(
+    shape: Shape, rounds: int, dense: bool = True, advance: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    config, all_tokens = QuestConfig(budget=shape.budget), QuestConfig(budget=shape.context)
+    read, read_dense = shape.bytes(config), shape.bytes(all_tokens)
+    paged = paged_layers(shape, config, copies(read.total))
+    plain = plain_layers(shape, copies(read_dense.total))
+    paged_turn, plain_turn = itertools.cycle(paged), itertools.cycle(plain)
+    new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
+    query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)
+    memory = [pool for layer in paged for pool in layer[:2]]
+    reader, reader_dense, peak = Reader(read.total, memory), Reader(read_dense.total, memory), fma_peak()
 
-    ours: list[float] = []
-    best: list[float] = []
-    default: list[float] = []
-    for turn in range(rounds + 2):
-        query = next(queries)
-        ours.append(timed(lambda q=query: next(layers)(q)))
-        best.append(timed(lambda q=query: sdpa_best(q, *next(dense_layers))))
-        if turn % DEFAULT_EVERY == 0:
-            default.append(timed(lambda q=query: sdpa_default(q, *next(dense_layers))))
-        if turn >= 2:
-            advance()
-    ours, best = ours[2:], best[2:]  # the first rounds warm up code, not data
-    bandwidth = max(bandwidth, read_bandwidth(0.5))
-
-    ms = median_ms(ours)
-    return {
-        **vars(shape),
-        "bytes": counted.total,
-        "ms": ms,
-        "ms_min": min(ours) * 1e3,
-        "ms_max": max(ours) * 1e3,
-        "gb_per_s": counted.total / ms / 1e6,
-        "read_gb_per_s": bandwidth / 1e9,
-        "limit_fraction": counted.total / bandwidth * 1e3 / ms,
-        "sdpa_best_ms": median_ms(best),
-        "sdpa_default_ms": median_ms(default),
-        "speedup_sdpa_best": median_ms(best) / ms,
-        "speedup_sdpa_default": median_ms(default) / ms,
+    methods: dict[str, tuple[int, int, Callable[[], Any]]] = {  # calls a round, every how many rounds, one call
+        "quest": (len(paged), 1, lambda: step(query, new, next(paged_turn), config)),
+        "read": (len(paged), 1, reader),
+        "sdpa_best": (len(plain), 1, lambda: sdpa_best(query, next(plain_turn))),
+        "sdpa_default": (1, DEFAULT_EVERY, lambda: sdpa_default(query, next(plain_turn))),
     }
+    if dense:
+        methods["dense"] = (1, 1, lambda: step(query, new, next(paged_turn), all_tokens))
+        methods["read_dense"] = (1, 1, reader_dense)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    end = perf_counter() + MOST_SECONDS
+    for turn in range(-1, rounds):  # the first round warms up code, not data
+        for name, (calls, every, call) in methods.items():
+            if turn % every == 0 or turn < 0:
+                times = [call() if name.startswith("read") else timed(call) for _ in range(calls)]
+                seconds[name] = seconds[name] + times if turn >= 0 else []
+        advance()
+        if turn >= 2 and perf_counter() > end:
+            break
+
+    ms = {name: median_ms(times) for name, times in seconds.items()}
+    ours, fmas = ms["quest"], shape.fmas(read.total)
+    row: dict[str, Any] = {
+        **vars(shape),
+        "bytes": read.total,
+        "fmas": fmas,
+        "ms": ours,
+        "ms_min": min(seconds["quest"]) * 1e3,
+        "ms_max": max(seconds["quest"]) * 1e3,
+        "gb_per_s": read.total / ours / 1e6,
+        "read_gb_per_s": read.total / ms["read"] / 1e6,
+        "peak_gfma_per_s": peak / 1e9,
+        "limit_fraction": ms["read"] / ours,
+        "fma_fraction": fmas / peak * 1e3 / ours,
+        "sdpa_best_ms": ms["sdpa_best"],
+        "sdpa_default_ms": ms["sdpa_default"],
+        "speedup_sdpa_best": ms["sdpa_best"] / ours,
+        "speedup_sdpa_default": ms["sdpa_default"] / ours,
+    }
+    if dense:
+        tighter = max(ms["read_dense"], shape.fmas(read_dense.total) / peak * 1e3)
+        row |= {
+            "dense_ms": ms["dense"],
+            "speedup_dense": ms["dense"] / ours,
+            "dense_limit_fraction": tighter / ms["dense"],
+            "dense_speedup_sdpa_best": ms["sdpa_best"] / ms["dense"],
+        }
+    return row
 
 
-def timed(step: Callable[[], Any]) -> float:
-    start = perf_counter()
-    step()
-    return perf_counter() - start
+def step(query: Tensor, new: Tensor, layer: Paged, config: QuestConfig) -> Tensor:
+    return quest.decode(query, *new, *layer, config=config, check=False)[0]
 
 
-def copies(touched: int) -> int:
-    """Layers that must take turns until what a step touches has left the last-level cache by its next turn."""
-    return max(1, -(-4 * last_level_cache() // touched))
-
-
-def paged_layers(shape: Shape, config: QuestConfig, count: int) -> list[Callable[[Tensor], Tensor]]:
-    """`count` layers as functions of the query; the blocks of every row lie shuffled in the pool."""
-    dtype, size = DTYPES[shape.dtype], config.block_size
-    blocks = -(-shape.context // size)
-    table = torch.randperm(shape.batch * blocks).view(shape.batch, blocks).to(torch.int32)
-    seq_lens = torch.full((shape.batch,), shape.context, dtype=torch.int32)
-    last = shape.context - 1
-    slots = (table[:, last // size].long() * size + last % size)[:, None]
-    pool = [shape.batch * blocks, shape.num_kv_heads, size, shape.head_dim]
-    summary = [*pool[:2], size // config.page_size, shape.head_dim]
-    k, v = torch.randn(pool, dtype=dtype), torch.randn(pool, dtype=dtype)
-    low, high = torch.empty(summary, dtype=dtype), torch.empty(summary, dtype=dtype)
-    quest.summarise(k, low, high, table, seq_lens, seq_lens)
-    key, value = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(dtype)
-
-    def layer(tensors: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        def step(query: Tensor) -> Tensor:
-            tail = (table, seq_lens, slots)
-            return quest.decode(query[:, None], key, value, *tensors, *tail, config=config, check=False)[0]
-
-        return step
-
-    first = (k, v, low, high)
-    return [layer(first), *(layer([x.clone() for x in first]) for _ in range(count - 1))]
-
-
-def plain_layers(shape: Shape, count: int) -> list[tuple[Tensor, Tensor]]:
-    """K and V [batch, num_kv_heads, context, head_dim] of `count` layers."""
-    size = (shape.batch, shape.num_kv_heads, shape.context, shape.head_dim)
-    first = torch.randn(size, dtype=DTYPES[shape.dtype]), torch.randn(size, dtype=DTYPES[shape.dtype])
-    return [first, *((first[0].clone(), first[1].clone()) for _ in range(count - 1))]
-
-
-def sdpa_best(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def sdpa_best(query: Tensor, layer: Plain) -> Tensor:
     """The query heads of a group as rows of one product: K and V are read once per group."""
-    batch, num_heads, head_dim = query.shape
+    batch, _, num_heads, head_dim = query.shape
+    key, value, mask = layer
     rows = query.view(batch, key.shape[1], num_heads // key.shape[1], head_dim)
-    return scaled_dot_product_attention(rows, key, value).view(batch, num_heads, value.shape[-1])
+    out = scaled_dot_product_attention(rows, key, value, attn_mask=mask)
+    return out.reshape(batch, 1, num_heads, value.shape[-1])
 
 
-def sdpa_default(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """As transformers calls it for one new token without a mask."""
-    grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=grouped)[:, :, 0]
+def sdpa_default(query: Tensor, layer: Plain) -> Tensor:
+    """As transformers calls it for one new token."""
+    key, value, mask = layer
+    grouped = query.shape[2] != key.shape[1]
+    return scaled_dot_product_attention(
+        query.transpose(1, 2), key, value, attn_mask=mask, enable_gqa=grouped
+    ).transpose(1, 2)
+
+
+def titles(row: dict[str, Any]) -> str:
+    """What the rows of one table have in common."""
+    heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads, d={row['head_dim']}"
+    rows = f"batch {row['batch']}" + (" (ragged)" if row["ragged"] else "")
+    return f"{heads}, {row['dtype']}, {rows}"
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for title, group in itertools.groupby(rows, titles):
+        yield title, list(group)
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """One table per dtype, batch and head shape."""
-
-    def shape(row: dict[str, Any]) -> str:
-        heads = f"{row['num_heads']} query and {row['num_kv_heads']} KV heads, d={row['head_dim']}"
-        return f"One decode step, one layer: {heads}, {row['dtype']}, batch {row['batch']}"
-
-    for title, group in itertools.groupby(rows, shape):
-        table = Table(title=title)
-        for name in ("context", "budget", "MB", "ms", "GB/s", "of limit", "SDPA best", "SDPA default"):
+    for title, group in tables(rows):
+        table = Table(title=f"One decode step, one layer: {title}")
+        names = ["context", "budget", "MB", "ms", "GB/s", "of read limit", "of FMA peak", "SDPA best", "SDPA default"]
+        with_dense = "dense_ms" in group[0]
+        for name in [*names, "own dense"] if with_dense else names:
             table.add_column(name, justify="right")
         for row in group:
-            table.add_row(
+            cells = [
                 f"{row['context']:,}",
                 "dense" if row["budget"] >= row["context"] else f"{row['budget']:,}",
                 f"{row['bytes'] / 1e6:.1f}",
-                f"{row['ms']:.2f}",
+                f"{row['ms']:.2f} ({row['ms_min']:.2f}-{row['ms_max']:.2f})",
                 f"{row['gb_per_s']:.1f}",
                 f"{row['limit_fraction']:.0%}",
+                f"{row['fma_fraction']:.0%}",
                 f"{row['sdpa_best_ms']:.1f} ms, {row['speedup_sdpa_best']:.1f}x",
                 f"{row['sdpa_default_ms']:.0f} ms, {row['speedup_sdpa_default']:.0f}x",
-            )
+            ]
+            if with_dense:
+                cells.append(f"{row['dense_ms']:.1f} ms, {row['speedup_dense']:.1f}x")
+            table.add_row(*cells)
         console.print(table)
     console.print(
-        "SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
-        "MB: K, V and summaries read, counted. Of limit: against the read bandwidth measured in the same run "
-        f"({', '.join(sorted({format(row['read_gb_per_s'], '.0f') for row in rows}))} GB/s).",
+        "ms: median (least-most). MB: K, V and summaries read, counted. Read limit: the time that reading as many "
+        "bytes of cold memory takes in the same run; FMA peak: fp32 multiply-adds as torch's matrix product reaches "
+        "them. SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
+        "Own dense: this op with a budget of the whole context.",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""The machine a number comes from: what it is, and how fast it reads memory."""
+"""The machine a number comes from: what it is, how fast it reads memory, and how fast it multiplies."""
 
 from __future__ import annotations
 
@@ -7,15 +7,27 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import quest
 from quest import backends
 
-__all__ = ["describe", "last_level_cache", "read_bandwidth", "summary", "write_json"]
+__all__ = [
+    "Reader",
+    "copies",
+    "describe",
+    "fma_peak",
+    "last_level_cache",
+    "median_ms",
+    "summary",
+    "timed",
+    "write_json",
+]
 
 
 def describe() -> dict[str, Any]:
@@ -61,21 +73,48 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
-def read_bandwidth(seconds: float = 2.0) -> float:
-    """Bytes per second that torch's threads read from memory: the best of many sums over buffers that no cache holds.
+def copies(touched: int) -> int:
+    """Layers that must take turns until what a step touches has left the last-level cache by its next turn."""
+    return max(1, -(-4 * last_level_cache() // max(1, touched)))
 
-    Two buffers of at least four times the last-level cache take turns, so that each is cold when its turn comes. The
-    best, not the median: it serves as a limit.
+
+class Reader:
+    """Reads cold memory, `size` bytes a call: the time that takes is the limit for whoever reads as much.
+
+    Args:
+        memory: what the measured code reads too, so that both meet the same memory; its parts take turns. Together at
+            least four times the last-level cache, see `copies`.
+
+    A part is read as a sum of integers: one load and one addition per vector, on all of torch's threads.
     """
-    size = min(max(4 * last_level_cache(), 256 << 20), 1 << 30)
-    buffers = [torch.ones(size // 8, dtype=torch.int64) for _ in range(2)]
-    best, end, turn = 0.0, time.perf_counter() + seconds, 0
-    while time.perf_counter() < end or turn < 4:
-        start = time.perf_counter()
-        buffers[turn % 2].sum()
-        best = max(best, size / (time.perf_counter() - start))
-        turn += 1
-    return best
+
+    def __init__(self, size: int, memory: Sequence[Tensor]) -> None:
+        flat = [x.view(-1).view(torch.int64) for x in memory if x.nbytes % 8 == 0]
+        part = min(size // 8, min(map(len, flat)))
+        self.parts = [x[start : start + part] for x in flat for start in range(0, len(x) - part + 1, part)]
+        self.scale = size / (8 * part)
+        self.turn = 0
+
+    def __call__(self) -> float:
+        """Seconds for `size` bytes."""
+        self.turn = (self.turn + 1) % len(self.parts)
+        return timed(self.parts[self.turn].sum) * self.scale
+
+
+def fma_peak(seconds: float = 0.5) -> float:
+    """fp32 multiply-adds per second, as torch's matrix product reaches them: the best of many."""
+    n = 1024
+    a, b = torch.ones(n, n), torch.ones(n, n)
+    end, best = time.perf_counter() + seconds, float("inf")
+    while time.perf_counter() < end:
+        best = min(best, timed(lambda: a @ b))
+    return n**3 / best
+
+
+def timed(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def median_ms(seconds: list[float]) -> float:

@@ -79,7 +79,7 @@ ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tens
 }
 
 Tensor allocate(ScoreParams& p, Tensor& raw, Tensor& weights) {
-  p.weight_dim = (p.query.dim + 15) / 16 * 16;
+  p.weight_dim = (p.query.dim + 31) / 32 * 32;
   weights = new_tensor({p.seq.batch, p.seq.q_len, 2, p.num_heads, p.weight_dim}, ScalarType::Float);
   p.weights = static_cast<float*>(data_of(weights));
   raw = new_tensor({p.seq.batch, p.seq.q_len, p.num_heads, p.seq.max_pages}, ScalarType::Float);

@@ -26,6 +26,11 @@ struct Rows {
   DType dtype;
   int64_t stride_batch, stride_token, stride_head;  // in elements
   int64_t dim;
+
+  void* at(int64_t b, int64_t t, int64_t head) const {
+    const int64_t element = b * stride_batch + t * stride_token + head * stride_head;
+    return static_cast<char*>(data) + element * (dtype == DType::f32 ? 4 : 2);
+  }
 };
 
 // The visible part of a row for one query token. Pages are [first_page, end_page), scored ones [first_page,

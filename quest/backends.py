@@ -50,7 +50,7 @@ def choose(name: str, device: torch.device) -> str:
 
 
 def isa() -> str:
-    """The instruction set whose CPU kernels are in use: avx512, avx2, neon or baseline."""
+    """The instruction set whose CPU kernels are in use: avx512_bf16, avx512, avx2, neon or baseline."""
     return torch.ops.quest.isa()
 
 

@@ -168,41 +168,84 @@ def demo(
         console.print(f"{time.monotonic() - start:.0f} s", highlight=False)
 
 
+class Sweep(StrEnum):
+    contexts = "contexts"
+    budgets = "budgets"
+    batches = "batches"
+    groups = "groups"
+    dtypes = "dtypes"
+    all = "all"
+
+
+Sweeps = Annotated[list[Sweep], typer.Option(help="Prepared rows instead: 32K tokens, budget 2,048, one thing varied.")]
+Contexts = Annotated[list[int], typer.Option(min=1, help="Tokens; may be given several times, as all lists.")]
+Numbers = Annotated[list[int], typer.Option(min=1)]
+Number = Annotated[int, typer.Option(min=1)]
+Rounds = Annotated[int, typer.Option(min=1, help="Repetitions per row; the median counts.")]
+Isa = Annotated[str | None, typer.Option(help="Instruction set of the kernels, the best if not given.")]
+
+
 @bench.command("decode")
 def bench_decode(
-    context: Annotated[list[int], typer.Option(min=1, help="Tokens; may be given several times.")] = [8192, 32768],  # noqa: B006
-    batch: Annotated[list[int], typer.Option(min=1)] = [1],  # noqa: B006
-    budget: Annotated[list[int], typer.Option(min=1)] = [512, 2048],  # noqa: B006
+    context: Contexts = [8192, 32768],  # noqa: B006
+    batch: Numbers = [1],  # noqa: B006
+    budget: Numbers = [512, 2048],  # noqa: B006
     dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.bfloat16],  # noqa: B006
-    num_heads: Annotated[int, typer.Option(min=1)] = 32,
-    num_kv_heads: Annotated[int, typer.Option(min=1)] = 8,
+    num_heads: Number = 32,
+    num_kv_heads: Number = 8,
     head_dim: Annotated[int, typer.Option(min=8)] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Repetitions per row; the median counts.")] = 40,
-    isa: Annotated[str | None, typer.Option(help="Instruction set of the kernels, the best if not given.")] = None,
+    sweep: Annotated[
+        list[Sweep], typer.Option(help="Prepared rows instead: 32K tokens, budget 2,048, one varied.")
+    ] = [],  # noqa: B006
+    plot: Annotated[Path | None, typer.Option(help="Draw time against context into this file.")] = None,
+    rounds: Rounds = 20,
+    isa: Isa = None,
     threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """One decode step of one layer, against PyTorch's attention and the machine's read bandwidth."""
+    """One decode step of one layer, against PyTorch's attention and the limits of the machine."""
     with errors():
-        from quest import backends
         from quest.bench import decode
 
-        if num_heads % num_kv_heads:
-            raise ValueError(f"--num-heads must be a multiple of --num-kv-heads ({num_kv_heads}), got {num_heads}")
-        if isa is not None and isa not in backends.isas():
-            raise ValueError(f"--isa must be one of {', '.join(backends.isas())}, got {isa!r}")
-        set_threads(threads)
-        backends.use_isa(isa)
-        shapes = [
-            decode.Shape(length, rows, tokens, kind.value, num_heads, num_kv_heads, head_dim)
-            for kind in dtype
-            for length in context
-            for rows in batch
-            for tokens in budget
-        ]
+        settle(isa, threads)
+        if sweep:
+            names = decode.SWEEPS if Sweep.all in sweep else [name.value for name in sweep]
+            shapes = decode.sweep(names)
+        else:
+            shapes = shapes_of(context, batch, budget, dtype, num_heads, num_kv_heads, head_dim)
         with reported(json) as (console, rows):
             rows += decode.run(shapes, rounds=rounds, console=console)
             decode.show(rows, console)
+            if plot is not None:
+                from quest.bench.report import draw
+
+                draw(rows, plot)
+                console.print(f"wrote {plot}", highlight=False)
+
+
+@bench.command("steps")
+def bench_steps(
+    context: Contexts = [32768, 131072],  # noqa: B006
+    batch: Numbers = [1],  # noqa: B006
+    budget: Numbers = [2048],  # noqa: B006
+    dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.bfloat16],  # noqa: B006
+    num_heads: Number = 32,
+    num_kv_heads: Number = 8,
+    head_dim: Annotated[int, typer.Option(min=8)] = 128,
+    rounds: Rounds = 20,
+    isa: Isa = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """The verbs of one decode step one by one, against the limits of the machine."""
+    with errors():
+        from quest.bench import steps
+
+        settle(isa, threads)
+        shapes = shapes_of(context, batch, budget, dtype, num_heads, num_kv_heads, head_dim)
+        with reported(json) as (console, rows):
+            rows += steps.run(shapes, rounds=rounds, console=console)
+            steps.show(rows, console)
 
 
 @bench.command("hf")
@@ -248,6 +291,37 @@ def load_model(path: Path | None, dtype: Dtype, console: Console) -> tuple[Any, 
     name = "SmolLM2-135M-Instruct" if path is None else path.stem if path.suffix == ".gguf" else path.resolve().name
     with console.status(f"loading {name}"):
         return *models.load(path, models.DTYPES[dtype.value]), name
+
+
+def shapes_of(
+    context: list[int],
+    batch: list[int],
+    budget: list[int],
+    dtype: list[Dtype],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> list[Any]:
+    from quest.bench.shapes import Shape
+
+    if num_heads % num_kv_heads:
+        raise ValueError(f"--num-heads must be a multiple of --num-kv-heads ({num_kv_heads}), got {num_heads}")
+    return [
+        Shape(length, rows, tokens, kind.value, num_heads, num_kv_heads, head_dim)
+        for kind in dtype
+        for length in context
+        for rows in batch
+        for tokens in budget
+    ]
+
+
+def settle(isa: str | None, threads: int | None) -> None:
+    from quest import backends
+
+    if isa is not None and isa not in backends.isas():
+        raise ValueError(f"--isa must be one of {', '.join(backends.isas())}, got {isa!r}")
+    set_threads(threads)
+    backends.use_isa(isa)
 
 
 def set_threads(threads: int | None) -> None:

@@ -13,7 +13,7 @@ scores. `backend="verbs"` calls them one by one, and `backend="reference"` the p
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ from quest.checks import FLOATS, MAX_NUMBER, Args, check_values
 from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
 
 _IS_CPU, _REQUIRES_GRAD = attrgetter("is_cpu"), attrgetter("requires_grad")
+
+
+class _Options(NamedTuple):
+    """The arguments of `decode` that say what attention is computed."""
+
+    softmax_scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    window: int | None
 
 
 def decode(
@@ -66,40 +75,35 @@ def decode(
         out [batch, q_len, num_heads, v_head_dim] in the query's dtype, lse float32 [batch, q_len, num_heads].
     """
     tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
-    options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
+    options = _Options(softmax_scale, softcap, sinks, window)
     try:
         chosen = backends.choose(backend, query.device)
-        if chosen != "cpu" or not _as_usual(*tensors, config=config, layer_idx=layer_idx, **options):
-            _check(*tensors, config=config, layer_idx=layer_idx, **options)
+        if chosen != "cpu" or not _as_usual(tensors, config, layer_idx, options):
+            _check(tensors, config, layer_idx, options)
         if query.dim() == 3:
             tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *tensors[3:])
-        if chosen != "cpu" and check and not torch.compiler.is_compiling():
-            check_values("decode", k_cache, block_table, seq_lens, slot_mapping)
-        if chosen == "reference":
-            out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options)
+        if chosen == "cpu":
+            out, lse = _fused(tensors, config.layer(layer_idx), config.page_size, options, check)
         else:
-            run = _fused if chosen == "cpu" else _verbs
-            out, lse = run(*tensors, config.layer(layer_idx), config.page_size, check=check, **options)
+            if check and not torch.compiler.is_compiling():
+                check_values("decode", k_cache, block_table, seq_lens, slot_mapping)
+            if chosen == "reference":
+                out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options._asdict())
+            else:
+                out, lse = _verbs(tensors, config.layer(layer_idx), config.page_size, options, check)
     except Exception:
         # The op has looked before it wrote. What is wrong with an argument, the checks say better.
-        _check(query, key, value, *tensors[3:], config=config, layer_idx=layer_idx, **options)
+        _check((query, key, value, *tensors[3:]), config, layer_idx, options)
         raise
     return (out.squeeze(1), lse.squeeze(1)) if query.dim() == 3 else (out, lse)
 
 
-def _as_usual(
-    *tensors: Tensor,
-    config: QuestConfig,
-    layer_idx: int,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
-) -> bool:
+def _as_usual(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options) -> bool:
     """A glance at what the op can't see; the checks of every call would cost as much as a short context's attention."""
     if torch.compiler.is_compiling():  # checks cost nothing then, and the op is not there to look
         return False
     query, key, _, k_cache, _, page_min, *_, slot_mapping = tensors
+    softmax_scale, softcap, sinks, window = options
     if sinks is not None:
         tensors += (sinks,)
         if sinks.shape != query.shape[-2:-1] or sinks.dtype not in FLOATS:
@@ -117,26 +121,9 @@ def _as_usual(
     )
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_min: Tensor,
-    page_max: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    *,
-    config: QuestConfig,
-    layer_idx: int,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
-) -> None:
+def _check(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options) -> None:
     """Raise if an argument is wrong, whatever its values are."""
+    query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping = tensors
     args = Args("decode")
     if args.tensor("query", query).dim() == 3:
         query = query.unsqueeze(1)
@@ -146,10 +133,10 @@ def _check(
     args.heads()
     ops._summary_args(args, page_min, page_max, k_cache)
     ops._sequence_args(args, block_table, seq_lens)
-    args.positive("softmax_scale", softmax_scale)
-    args.positive("softcap", softcap)
-    args.window(window)
-    args.sinks(sinks)
+    args.positive("softmax_scale", options.softmax_scale)
+    args.positive("softcap", options.softcap)
+    args.window(options.window)
+    args.sinks(options.sinks)
     if not isinstance(config, QuestConfig):
         args.fail("config", "must be a QuestConfig", type(config).__name__, TypeError)
     args.at_least("layer_idx", layer_idx, 0)
@@ -159,25 +146,9 @@ def _check(
 
 
 def _verbs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_min: Tensor,
-    page_max: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    layer: LayerConfig,
-    page_size: int,
-    *,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
-    check: bool,
+    tensors: tuple[Tensor, ...], layer: LayerConfig, page_size: int, options: _Options, check: bool
 ) -> tuple[Tensor, Tensor]:
+    query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping = tensors
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
 
     q_len = query.shape[1]
@@ -185,6 +156,7 @@ def _verbs(
     num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
     ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
 
+    softmax_scale, softcap, sinks, window = options
     seen: dict[str, Any] = dict(page_size=page_size, window=window, check=check)
     page_idx = None
     if not layer.dense:
@@ -199,37 +171,14 @@ def _verbs(
 
 
 def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_min: Tensor,
-    page_max: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    layer: LayerConfig,
-    page_size: int,
-    *,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    window: int | None,
-    check: bool,
+    tensors: tuple[Tensor, ...], layer: LayerConfig, page_size: int, options: _Options, check: bool
 ) -> tuple[Tensor, Tensor]:
+    query, page_min, block_table, slot_mapping = tensors[0], tensors[5], tensors[7], tensors[9]
+    softmax_scale, softcap, sinks, window = options
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
     max_pages = block_table.shape[1] * page_min.shape[2]
     return torch.ops.quest.decode.default(
-        query,
-        key,
-        value,
-        k_cache,
-        v_cache,
-        page_min,
-        page_max,
-        block_table,
-        seq_lens,
+        *tensors[:-1],
         slot_mapping.contiguous(),
         layer.dense,
         ops._scale(softmax_scale, query),

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quest.config import QuestConfig
+
+MEMORY_PAGE = 4096  # bytes
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """An uninitialised tensor whose data starts with a page of memory: a page of keys then lies in as few as can be.
+
+    Selected pages lie anywhere, so each page of memory they touch costs a walk through the page tables.
+    """
+    room = MEMORY_PAGE // dtype.itemsize
+    numel = math.prod(shape)
+    flat = torch.empty(numel + room, dtype=dtype, device=device)
+    start = -flat.data_ptr() % MEMORY_PAGE // dtype.itemsize
+    return flat[start : start + numel].view(*shape)
 
 
 class Pools:
@@ -43,7 +58,7 @@ class Pools:
     ) -> None:
         block_size, pages = self.config.block_size, self.config.block_size // self.config.page_size
         shapes = ((block_size, head_dim), (block_size, v_head_dim), (pages, head_dim), (pages, head_dim))
-        made = [torch.empty(num_blocks, num_kv_heads, *s, dtype=dtype, device=self.device) for s in shapes]
+        made = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes]
         for pools, pool in zip(self.kinds, made, strict=True):
             pools[layer] = pool
 
@@ -54,7 +69,7 @@ class Pools:
             if k_cache is None or k_cache.shape[0] >= num_blocks:
                 continue
             old = [pool for pools in self.kinds if (pool := pools[layer]) is not None]
-            new = [pool.new_empty(num_blocks, *pool.shape[1:]) for pool in old]
+            new = [empty((num_blocks, *pool.shape[1:]), pool.dtype, self.device) for pool in old]
             for pools, small, large in zip(self.kinds, old, new, strict=True):
                 large[: small.shape[0]] = small
                 pools[layer] = large

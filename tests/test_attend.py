@@ -307,6 +307,24 @@ def test_threads_and_splits_are_exact(isa, threads):
     check_attend(attend(case, **options), case, **options)
 
 
+def test_exponential(isa):
+    """exp(x) of a logit has a relative error below 3e-7: two tokens with logits x and 0 give e^x / (1 + e^x)."""
+    x = torch.cat([-torch.logspace(-8, 1.93, 6000), torch.linspace(-87.3, 0, 6000)])
+    k_cache = torch.stack([x, torch.zeros_like(x)], 1)[:, None, :, None]
+    v_cache = torch.tensor([1.0, 0.0])[:, None].expand(len(x), 1, 2, 1).contiguous()
+    table, lens = torch.arange(len(x), dtype=torch.int32)[:, None], torch.full((len(x),), 2, dtype=torch.int32)
+    query = torch.ones(len(x), 1, 1)
+    out, _ = quest.attend(query, k_cache, v_cache, table, lens, page_size=2, softmax_scale=1.0)
+    truth = torch.sigmoid(x.double())
+    rounding = 3 * 2**-24  # of sum, quotient and product
+    assert ((out.flatten().double() - truth).abs() / truth).max() < 3e-7 + rounding
+    beyond = torch.tensor([-88.0, -1e4, -INF, NAN])
+    k_cache[:4, 0, 0, 0] = beyond
+    out, _ = quest.attend(query[:4], k_cache, v_cache, table[:4], lens[:4], page_size=2, softmax_scale=1.0)
+    assert out.flatten()[:3].equal(torch.zeros(3))
+    assert out.flatten()[3].isnan()
+
+
 def test_many_rows(isa):
     """C42: more programs than 65535."""
     batch = 8200

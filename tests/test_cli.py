@@ -95,17 +95,50 @@ def test_bench_decode(tmp_path: Path) -> None:
     assert sparse == 2 * 2 * (16 * 2 * 16 + 64 * 2 * 16) * 2
 
 
-def test_bench_decode_computes_what_it_times() -> None:
+@pytest.mark.parametrize("ragged", [False, True])
+def test_bench_decode_computes_what_it_times(ragged: bool) -> None:
     from quest import QuestConfig
-    from quest.bench import decode
+    from quest.bench import decode, shapes
 
-    shape = decode.Shape(100, 2, 100, "float32", 6, 2, 16)
-    query = torch.randn(2, 6, 16)
-    key, value = decode.plain_layers(shape, 1)[0]
-    torch.testing.assert_close(decode.sdpa_best(query, key, value), decode.sdpa_default(query, key, value))
-    first, second = (layer(query) for layer in decode.paged_layers(shape, QuestConfig(budget=100), 2))
-    torch.testing.assert_close(first, second)
-    assert first.shape == (2, 1, 6, 16)
+    shape = shapes.Shape(100, 3, 100, "float32", 6, 2, 16, ragged)
+    query = torch.randn(3, 1, 6, 16)
+    config = QuestConfig(budget=100)
+    assert shape.lengths == ([25, 62, 100] if ragged else [100] * 3)
+    plain = shapes.plain_layers(shape, 1)[0]
+    torch.testing.assert_close(decode.sdpa_best(query, plain), decode.sdpa_default(query, plain))
+    layer = shapes.paged_layers(shape, config, 1)[0]
+    for row, (length, blocks) in enumerate(zip(shape.lengths, layer.block_table, strict=True)):
+        for paged, dense in zip(layer[:2], plain[:2], strict=True):
+            dense[row, :, :length] = paged[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
+    new = [torch.stack([x[row, :, n - 1] for row, n in enumerate(shape.lengths)])[:, None] for x in plain[:2]]
+    got = decode.step(query, new, layer, config)
+    torch.testing.assert_close(got, decode.sdpa_best(query, plain))
+    assert sum(shape.lengths) * 2 * 2 * 16 * 4 == shape.bytes(config).total
+
+
+def test_bench_sweep_and_plot(tmp_path: Path) -> None:
+    from quest.bench import decode, report
+
+    shapes = decode.sweep(decode.SWEEPS)
+    assert {1 << 12, 1 << 20} <= {shape.context for shape in shapes}
+    assert {1, 8, 32} == {shape.batch for shape in shapes}
+    assert {1, 3, 4, 7, 8} == {shape.num_heads // shape.num_kv_heads for shape in shapes}
+    assert len(shapes) == len(set(shapes))
+    file = tmp_path / "plot.png"
+    run("bench", "decode", "--context", "128", "--context", "256", "--budget", "64", *SMALL, "--plot", str(file))
+    assert file.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="two contexts"):
+        report.draw([{**vars(shapes[0])}], file)
+
+
+def test_bench_steps(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    run("bench", "steps", "--context", "256", "--budget", "64", *SMALL, "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["verb"] for row in rows] == ["append", "summarise", "score", "select", "attend", "decode"]
+    by_verb = {row["verb"]: row for row in rows}
+    assert by_verb["decode"]["bytes"] == by_verb["score"]["bytes"] + by_verb["attend"]["bytes"]
+    assert all(row["ms"] > 0 for row in rows)
 
 
 def test_bench_hf(folder: str, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import BF16, DTYPES, NAN, SHAPES, Case, Shape, check_attend, make, same
@@ -231,6 +234,54 @@ def test_threads_and_repeats(isa, threads):
             again = quest.decode(*state.step, config=config)  # writes the same rows once more
             assert all(map(torch.equal, again, results[count]))
         check_attend(results[count], case, selection(case, config))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(seq_lens=(2600,), num_heads=5, num_kv_heads=1),  # one KV head on many threads
+        dict(seq_lens=(2600,), num_heads=3, num_kv_heads=3),  # three on two
+        dict(seq_lens=(2600, 3, 0, 700), num_heads=9, num_kv_heads=9),  # a ragged batch, two bands of heads
+        dict(seq_lens=(900, 300), num_heads=4, num_kv_heads=2, q_len=5),
+    ],
+    ids=["one_head", "three_heads", "ragged", "several_tokens"],
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_work_on_any_number_of_threads(isa, threads, case, dtype):
+    """Whatever the shape, however many threads: the same selection, and the reference's result over it."""
+    case = make(Shape("", head_dim=32, page_size=4, dtype=dtype, **case))
+    config = config_of(case, budget=160)
+    chosen = selection(case, config)
+    for count in (1, 2, 3, 8):
+        torch.set_num_threads(count)
+        result, state = run(case, config)
+        check_attend(result, case, chosen)
+        check_state(state, case)
+
+
+def test_memory_of_a_step(threads):
+    """A step needs its outputs and the scores: below one percent of the cache."""
+    code = """
+import resource, torch, quest
+heads, length, page = 8, 32768, 16
+k, v = (torch.ones(length // page, heads, page, 128, dtype=torch.bfloat16) for _ in range(2))
+low, high = (torch.ones(length // page, heads, 1, 128, dtype=torch.bfloat16) for _ in range(2))
+table = torch.arange(length // page, dtype=torch.int32)[None]
+lens, slots = torch.tensor([length], dtype=torch.int32), torch.tensor([[length - 1]])
+query, new = torch.ones(1, 1, 32, 128).bfloat16(), torch.ones(1, 1, heads, 128).bfloat16()
+tail = torch.tensor([[0]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), torch.tensor([[3]])
+small = [x[:1].clone() for x in (k, v, low, high)]
+config = quest.QuestConfig(budget=2048)
+for _ in range(20):  # what the first calls of a process load is not the step's
+    quest.decode(query, new, new, *small, *tail, config=config)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(20):
+    quest.decode(query, new, new, k, v, low, high, table, lens, slots, config=config)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cache = sum(x.nbytes for x in (k, v, low, high))
+assert (after - before) * 1024 < cache // 100, ((after - before) * 1024, cache)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_steps_from_an_empty_cache(isa):

@@ -135,10 +135,13 @@ def test_extreme_values(isa):
     check_score(quest.score(case.query, *case.summary, page_size=16, **options), case, **options)
 
 
-def test_more_pages_than_a_task(isa, threads):
-    """Rows of many pages are cut into tasks; the parts meet without a seam."""
+@pytest.mark.parametrize("heads", [(6, 2), (11, 11), (34, 17)], ids=str)  # one band of KV heads, two, three
+def test_more_pages_than_a_task(isa, threads, heads):
+    """Rows of many pages and heads are cut into tasks; the parts meet without a seam."""
     torch.set_num_threads(2)
-    case = make(Shape("", seq_lens=(3001, 1024), page_size=1, block_size=8, num_heads=6, head_dim=8))
+    num_heads, kv_heads = heads
+    shape = Shape("", seq_lens=(3001, 1024, 0), page_size=1, block_size=8, head_dim=8)
+    case = make(shape, num_heads=num_heads, num_kv_heads=kv_heads)
     for rule in RULES:
         scores = quest.score(case.query, *case.summary, page_size=1, group_rule=rule)
         check_score(scores, case, group_rule=rule)

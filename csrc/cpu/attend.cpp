@@ -42,9 +42,7 @@ static void write(const AttendParams& p, const Unit& u, const State& s, int64_t 
       by_dtype(p.v_cache.dtype, [&](auto* v) { from_halves(v, s.acc + h * lda, row, p.out.dim); });
       const float norm = empty ? 0.0f : scale / total;
       for (int64_t d = 0; d < p.out.dim; d++) row[d] = empty ? 0.0f : row[d] * norm;
-      store_row(static_cast<T>(p.out.data) + u.b * p.out.stride_batch + u.t * p.out.stride_token +
-                    (u.head + h) * p.out.stride_head,
-                row, p.out.dim);
+      store_row(static_cast<T>(p.out.at(u.b, u.t, u.head + h)), row, p.out.dim);
       p.lse[(u.b * p.seq.q_len + u.t) * p.num_heads + u.head + h] = empty ? -kInf : best + __builtin_logf(total);
     }
   });
@@ -58,12 +56,12 @@ struct Tile {
 };
 
 // Logits of one tile, then the running softmax; the next tile is asked for meanwhile.
-template <typename T>
-static void attend_rows(const AttendParams& p, const float* q, int64_t ldq, int64_t heads, const Tile<T>& tile,
+template <typename Q, typename T>
+static void attend_rows(const AttendParams& p, const Q* q, int64_t ldq, int64_t heads, const Tile<T>& tile,
                         const Tile<T>& next, State& s, int64_t lda) {
   const int n = tile.n;
   alignas(64) float logits[kTileHeads * kTileRows];
-  dot(Factors<T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows, Ahead<T>(next.k, kTileRows));
+  dot(Factors<Q, T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows, Ahead<T>(next.k, kTileRows));
   for (int64_t h = 0; h < heads; h++) {
     float* l = logits + h * kTileRows;
     if (p.softcap > 0) {
@@ -161,9 +159,13 @@ class RowWalk {
   int64_t next_, end_, token_ = 0, stop_ = 0;
 };
 
-template <typename T>
-static void attend_pages(T*, const AttendParams& p, const Unit& u, int64_t split, const float* q, int64_t ldq, State& s,
+template <typename Q, typename T>
+static void attend_pages(const T* rows_type, const AttendParams& p, const Unit& u, int64_t split, State& s,
                          int64_t lda) {
+  const int64_t ldq = round_up(p.query.dim, 2 * W);
+  alignas(64) Q q[kTileHeads * kMaxHeadDim];
+  for (int64_t h = 0; h < u.heads; h++)
+    load_query(rows_type, p.query, u.b, u.t, u.head + h, q + h * ldq, ldq);
   RowWalk<T> walk(p, u, split);
   Tile<T> tiles[3];  // the one being attended to, the next, and the one after, whose page table walks are under way
   walk.fill(tiles[0]);
@@ -176,14 +178,14 @@ static void attend_pages(T*, const AttendParams& p, const Unit& u, int64_t split
 
 void attend(const AttendParams& p, int64_t unit, int64_t split) {
   const Unit u(p, unit);
-  const int64_t ldq = round_up(p.query.dim, W), lda = round_up(p.v_cache.dim, W);
-  alignas(64) float q[kTileHeads * kMaxHeadDim];
+  const int64_t lda = round_up(p.v_cache.dim, W);
   State s;
   for (int64_t h = 0; h < u.heads; h++) s.best[h] = -kInf, s.total[h] = 0;
   memset(s.acc, 0, u.heads * lda * sizeof(float));
   by_dtype(p.k_cache.dtype, [&](auto* type) {
-    for (int64_t h = 0; h < u.heads; h++) load_query(type, p.query, u.b, u.t, u.head + h, q + h * ldq, ldq);
-    attend_pages(type, p, u, split, q, ldq, s, lda);
+    if constexpr (kMultipliesBf16 && kIsBf16<decltype(type)>)
+      if (p.query.dtype == DType::bf16) return attend_pages<bf16>(type, p, u, split, s, lda);
+    attend_pages<float>(type, p, u, split, s, lda);
   });
   if (p.num_splits == 1) return write(p, u, s, lda);
   for (int64_t h = 0; h < u.heads; h++) {

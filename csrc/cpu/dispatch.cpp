@@ -22,6 +22,11 @@ namespace avx512 {
 extern const Kernels table;
 }
 #endif
+#if defined(QUEST_HAVE_AVX512_BF16)
+namespace avx512_bf16 {
+extern const Kernels table;
+}
+#endif
 #if defined(QUEST_HAVE_NEON)
 namespace neon {
 extern const Kernels table;
@@ -31,7 +36,7 @@ extern const Kernels table;
 namespace {
 
 struct Usable {
-  const Kernels* tables[4];
+  const Kernels* tables[5];
   int count = 0;
   char names[64] = "";
 
@@ -45,9 +50,12 @@ struct Usable {
     __builtin_cpu_init();
 #endif
 #if defined(QUEST_HAVE_AVX512)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-      add(avx512::table);
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(QUEST_HAVE_AVX512_BF16)
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) add(avx512_bf16::table);
+#endif
+    if (avx512) add(avx512::table);
 #endif
 #if defined(QUEST_HAVE_AVX2)
     // Every CPU with AVX2 has F16C, which clang before 16 can't be asked about.

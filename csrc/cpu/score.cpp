@@ -103,7 +103,7 @@ static void score_pages(T*, const ScoreParams& p, int64_t token, const Visible& 
       float* to = p.raw + (token * p.num_heads + head) * seq.max_pages + page;
       const T *high[kStripe], *low[kStripe];
       now.rows(p, h, high, low);
-      dot(Factors<T, 2>{{above, above + p.num_heads * p.weight_dim}, {high, low}}, group, now.n, p.weight_dim,
+      dot(Factors<float, T, 2>{{above, above + p.num_heads * p.weight_dim}, {high, low}}, group, now.n, p.weight_dim,
           p.query.dim, to, seq.max_pages, next.ahead(h, v.heads));
       if (!now.absent) continue;
       for (int i = 0; i < now.n; i++)

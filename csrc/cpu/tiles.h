@@ -73,34 +73,59 @@ QUEST_INLINE void by_heads(int64_t heads, const F& f) {
 }
 
 // S inner products that are added up: S = 1 for q . k, S = 2 for above . page_max + below . page_min.
-template <typename T, int S>
+template <typename Q, typename T, int S>
 struct Factors {
-  const float* q[S];        // [heads, ldq], in the halves of T, padded with zeros to a multiple of W
+  const Q* q[S];            // [heads, ldq], see `load_query`
   const T* const* rows[S];  // [n] pointers to rows of dim values
 };
 
+// One step of `dot_tile`: add the products of q and rows at [d, d + 2 W) to the sums.
+template <int H, int R, typename T>
+QUEST_INLINE void dot_step(const float* q, int64_t ldq, const T* const (&rows)[R], int64_t d, Vec* acc) {
+  Vec k[R];
+  auto add = [&](int64_t place) {
+#pragma GCC unroll 8
+    for (int h = 0; h < H; h++) {
+      const Vec qh = load(q + h * ldq + place);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[h * R + r] += qh * k[r];
+    }
+  };
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) k[r] = load_half<0>(rows[r] + d);
+  add(d);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) k[r] = load_half<1>(rows[r] + d);
+  add(d + W);
+}
+#if defined(__AVX512BF16__)
+template <int H, int R>
+QUEST_INLINE void dot_step(const bf16* q, int64_t ldq, const bf16* const (&rows)[R], int64_t d, Vec* acc) {
+  Pairs k[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) k[r] = load_pairs(rows[r] + d);
+#pragma GCC unroll 8
+  for (int h = 0; h < H; h++) {
+    const Pairs qh = load_pairs(q + h * ldq + d);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[h * R + r] = add_products(acc[h * R + r], qh, k[r]);
+  }
+}
+#endif
+
 // dots[h][r] = sum_s q[s][head + h] . rows[s][row + r] for H heads and R rows
-template <int H, int R, typename T, int S>
-QUEST_INLINE void dot_tile(const Factors<T, S>& f, int64_t head, int row, int64_t ldq, int64_t dim, float* dots,
+template <int H, int R, typename Q, typename T, int S>
+QUEST_INLINE void dot_tile(const Factors<Q, T, S>& f, int64_t head, int row, int64_t ldq, int64_t dim, float* dots,
                            int64_t ldd, Ahead<T>& ahead) {
   constexpr int N = (H * R + 3) / 4 * 4;
   Vec acc[N] = {};
 #pragma GCC unroll 2
   for (int s = 0; s < S; s++) {
-    const float* q = f.q[s] + head * ldq;
+    const Q* q = f.q[s] + head * ldq;
+    const T* const* soon = ahead.take(R);
     const T* rows[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) rows[r] = f.rows[s][row + r];
-    const T* const* soon = ahead.take(R);
-    Vec k[R];
-    auto add = [&](int64_t d) {
-#pragma GCC unroll 8
-      for (int h = 0; h < H; h++) {
-        const Vec qh = load(q + h * ldq + d);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[h * R + r] += qh * k[r];
-      }
-    };
     int64_t d = 0;
     for (; d + 2 * W <= dim; d += 2 * W) {
       if (d * sizeof(T) % 64 == 0) {
@@ -111,16 +136,16 @@ QUEST_INLINE void dot_tile(const Factors<T, S>& f, int64_t head, int row, int64_
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) prefetch(soon[r] + d + W);
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) k[r] = load_half<0>(rows[r] + d);
-      add(d);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) k[r] = load_half<1>(rows[r] + d);
-      add(d + W);
+      dot_step<H, R>(q, ldq, rows, d, acc);
     }
-    for (; d < dim; d += W) {
-      for (int r = 0; r < R; r++) k[r] = dim - d < W ? load_n(rows[r] + d, dim - d) : load(rows[r] + d);
-      add(d);
+    if (d < dim) {  // the rest as a full step, padded with zeros
+      T padded[R][2 * W] = {};
+      const T* ends[R];
+      for (int r = 0; r < R; r++) {
+        memcpy(padded[r], rows[r] + d, (dim - d) * sizeof(T));
+        ends[r] = padded[r];
+      }
+      dot_step<H, R>(q + d, ldq, ends, 0, acc);
     }
   }
   float sums[N];
@@ -136,8 +161,8 @@ QUEST_INLINE void dot_tile(const Factors<T, S>& f, int64_t head, int row, int64_
 }
 
 // dots[h][r] = sum_s q[s][h] . rows[s][r]
-template <typename T, int S>
-inline void dot(const Factors<T, S>& f, int64_t heads, int n, int64_t ldq, int64_t dim, float* dots, int64_t ldd,
+template <typename Q, typename T, int S>
+inline void dot(const Factors<Q, T, S>& f, int64_t heads, int n, int64_t ldq, int64_t dim, float* dots, int64_t ldd,
                 Ahead<T> ahead) {
   by_heads(heads, [&](auto piece, int64_t head) {
     constexpr int H = decltype(piece)::value, R = kRowsWith[H];
@@ -216,19 +241,21 @@ inline void mix(const float* p, int64_t ldp, int64_t heads, const T* const* rows
   });
 }
 
-// A query row as fp32 in the halves of T, padded with zeros to ldq.
+// A query row for products with rows of T, padded with zeros to ldq, a multiple of 2 W: as fp32 in the halves of T ...
 template <typename T>
 inline void load_query(const T* rows_type, const Rows& query, int64_t b, int64_t t, int64_t head, float* to,
                        int64_t ldq) {
-  alignas(64) float row[kMaxHeadDim];
+  alignas(64) float row[kMaxHeadDim] = {};
   by_dtype(query.dtype, [&](auto* type) {
-    load_row(row,
-             static_cast<decltype(type)>(query.data) + b * query.stride_batch + t * query.stride_token +
-                 head * query.stride_head,
-             query.dim);
+    auto* from = static_cast<decltype(type)>(query.at(b, t, head));
+    load_row(row, from, query.dim);
   });
-  to_halves(rows_type, row, to, query.dim);
-  for (int64_t d = query.dim; d < ldq; d++) to[d] = 0;
+  to_halves(rows_type, row, to, ldq);
+}
+// ... or as it is.
+inline void load_query(const bf16*, const Rows& query, int64_t b, int64_t t, int64_t head, bf16* to, int64_t ldq) {
+  memset(to, 0, ldq * sizeof(bf16));
+  memcpy(to, query.at(b, t, head), query.dim * sizeof(bf16));
 }
 
 }  // namespace quest::cpu::QUEST_ISA

@@ -44,6 +44,11 @@ struct f16 {
   uint16_t bits;
 };
 
+template <typename Pointer>
+constexpr bool kIsBf16 = false;
+template <>
+constexpr bool kIsBf16<bf16*> = true;
+
 constexpr float kInf = __builtin_inff();
 
 QUEST_INLINE Vec splat(float x) { return x - Vec{}; }
@@ -190,6 +195,16 @@ QUEST_INLINE void by_dtype(DType dtype, const F& f) {
 }
 
 // ---- arithmetic ----
+
+// Products of pairs of bf16 values, added up in fp32 (subnormal values count as zero). Places are those of memory.
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesBf16 = true;
+typedef __m512bh Pairs;  // 2 W values
+QUEST_INLINE Pairs load_pairs(const bf16* p) { return (Pairs)_mm512_loadu_si512(p); }
+QUEST_INLINE Vec add_products(Vec sums, Pairs a, Pairs b) { return (Vec)_mm512_dpbf16_ps((__m512)sums, a, b); }
+#else
+constexpr bool kMultipliesBf16 = false;
+#endif
 
 // The sums of four vectors. Every sum of a vector is taken in this order, so that equal rows get equal scores.
 QUEST_INLINE Quad sum4(Vec a, Vec b, Vec c, Vec d) {
