@@ -33,7 +33,7 @@ asan: .venv/.ready
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard tests/native/*.cpp)
 	$(BIN)/mypy
 
 bench: .venv/.ready
