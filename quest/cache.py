@@ -12,7 +12,7 @@ from torch import Tensor
 from quest import ops
 from quest.blocks import BlockAllocator, BlockTable
 from quest.config import QuestConfig
-from quest.decode import decode
+from quest.decode import decode, op_settings
 from quest.pools import Pools
 
 
@@ -71,7 +71,9 @@ class PagedKVCache:
         self._blocks = BlockAllocator(num_blocks)
         self._table = BlockTable(batch_size, self.config.block_size, self._blocks, self.device)
         self._counts: tuple[list[int], Tensor] = [], self._int32([])  # what the last step added, to use it again
+        self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {}  # see `decode`
         self._version = 0
+        self.block_table = self._table.tensor
         self._refresh()
 
     @property
@@ -151,16 +153,24 @@ class PagedKVCache:
         As `quest.decode` with the cache's config. With q_len above 1 every token selects its own pages, and sees only
         what precedes it; the tokens of a row that has fewer must be the last ones.
         """
+        # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
+        like = layer, query.shape[1], softmax_scale, softcap, window
+        usual = sinks is None and backend == "auto"
+        try:
+            pools, settings = self._quick[like]
+            if usual and step.version == self._version and not torch.is_grad_enabled():
+                tail = step.block_table, step.seq_lens, step.slot_mapping
+                return torch.ops.quest.decode.default(query, key, value, *pools, *tail, *settings)
+        except Exception:
+            pass
+
         self._check_step("decode", layer, key, value, step)
-        k_cache, v_cache, page_min, page_max = self._pools.layer(layer, key, value, self.num_blocks)
-        return decode(
+        pools = self._pools.layer(layer, key, value, self.num_blocks)
+        out, lse = decode(
             query,
             key,
             value,
-            k_cache,
-            v_cache,
-            page_min,
-            page_max,
+            *pools,
             step.block_table,
             step.seq_lens,
             step.slot_mapping,
@@ -173,6 +183,22 @@ class PagedKVCache:
             check=False,
             backend=backend,
         )
+        if usual and self.device.type == "cpu" and query.dim() == 4:
+            max_pages = step.block_table.shape[1] * pools[2].shape[2]
+            settings = op_settings(
+                self.config.layer(layer),
+                self.config.page_size,
+                max_pages,
+                query.shape[1],
+                query.shape[3],
+                softmax_scale,
+                softcap,
+                None,
+                window,
+                False,
+            )
+            self._quick[like] = pools, settings
+        return out, lse
 
     def attend(
         self,
@@ -300,11 +326,14 @@ class PagedKVCache:
         missing, total = count - self.num_free_blocks, self.num_blocks
         if missing > 0:
             target = max(2 * total, total + missing + missing // 4)
+            self._quick.clear()
             self._pools.grow(target)
             self._blocks.grow(target)
 
     def _refresh(self) -> None:
         """The tensors that follow from the lists; what `extend` returned before is no longer valid."""
+        if self._table.tensor.shape != self.block_table.shape:
+            self._quick.clear()
         self.block_table = self._table.tensor
         self.seq_lens = self._int32(self.lengths)
         self._version += 1

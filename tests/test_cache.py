@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import DTYPES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import quest.pools
 from quest import PagedKVCache, QuestConfig, reference
 
 HEADS, DIM, V_DIM = 2, 8, 16
@@ -327,15 +329,15 @@ def test_memory_that_runs_out_changes_nothing(allocations: int, monkeypatch: pyt
     plain = Plain(2, 2, config())
     plain.extend([7, 5], torch.arange(7) >= torch.tensor([[0], [2]]))
     plain.fork([0, 1, 0])
-    made, new_empty = [0], Tensor.new_empty
+    made, empty = [0], quest.pools.empty
 
-    def run_out(self: Tensor, *args: Any, **options: Any) -> Tensor:
+    def run_out(*args: Any) -> Tensor:
         made[0] += 1
         if made[0] > allocations:
             raise torch.OutOfMemoryError("no memory")
-        return new_empty(self, *args, **options)
+        return empty(*args)
 
-    monkeypatch.setattr(Tensor, "new_empty", run_out)
+    monkeypatch.setattr(quest.pools, "empty", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         plain.cache.extend(40)
     with monkeypatch.context() as m:
@@ -348,6 +350,47 @@ def test_memory_that_runs_out_changes_nothing(allocations: int, monkeypatch: pyt
     plain.extend(40, torch.ones(3, 40, dtype=torch.bool))
     plain.crop([6, 45, 7])
     plain.check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pools_start_on_a_page_of_memory(dtype: torch.dtype) -> None:
+    cache = PagedKVCache(1, 1, config=config())
+    for length in (3, 300):
+        key, value = (x.to(dtype) for x in new_tokens(1, length, torch.Generator()))
+        cache.append(0, key, value, cache.extend(length))
+        for kind in cache._pools.kinds:
+            assert kind[0].data_ptr() % quest.pools.MEMORY_PAGE == 0
+
+
+@torch.no_grad()
+def test_steps_like_earlier_ones_are_checked_too() -> None:
+    """The way past the checks is for arguments that have passed them, in a step of the cache's last `extend`."""
+    generator = torch.Generator().manual_seed(11)
+    cache = PagedKVCache(2, 1, config=config())
+    query = torch.randn(1, 1, 4, 8, generator=generator)
+    key, value = new_tokens(1, 1, generator)
+    first = None
+    for _ in range(30):  # over several blocks, and a pool that grows
+        step = cache.extend(1)
+        for layer in range(2):
+            out, _ = cache.decode(layer, query, key, value, step)
+            assert torch.allclose(out, value.repeat_interleave(2, 2), atol=1e-6)  # all tokens are equal
+        first = first or step
+    step = cache.extend(1)
+    with pytest.raises(ValueError, match="last extend"):
+        cache.decode(0, query, key, value, first)
+    with pytest.raises(ValueError, match="head_dim"):
+        cache.decode(0, query[..., :4], key, value, step)
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        cache.decode(0, query, key[:, :, :1], value[:, :, :1], step)
+    with pytest.raises(TypeError, match="dtype"):
+        cache.decode(0, query, key.half(), value.half(), step)
+    with torch.enable_grad(), pytest.raises(ValueError, match="require grad"):
+        cache.decode(0, query.clone().requires_grad_(), key, value, step)
+    with pytest.raises(TypeError, match="step"):
+        cache.decode(0, query, key, value, None)
+    out, _ = cache.decode(0, query, key, value, step, softcap=5.0)
+    assert torch.allclose(out, value.repeat_interleave(2, 2), atol=1e-6)
 
 
 def test_deepcopy_is_independent() -> None:

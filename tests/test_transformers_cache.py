@@ -24,7 +24,7 @@ from tiny_models import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 from quest.integrations.transformers import QuestCache
-from quest.integrations.transformers_layer import LazyStates, QuestLayer
+from quest.integrations.transformers_layer import LazyKeys, QuestLayer
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_layers_may_be_filled_in_other_portions() -> None:
 def test_lazy_states_are_tensors_to_look_at() -> None:
     cache, (k, v) = quest_cache("llama"), states(2, 6)
     lazy_k, lazy_v = cache.update(k, v, 0)
-    assert type(lazy_k) is LazyStates
-    assert "K of layer 0" in repr(lazy_k)
+    assert type(lazy_k) is LazyKeys
+    assert "LazyKeys(layer 0" in repr(lazy_k)
     assert torch.equal(lazy_k.transpose(1, 2).reshape(2, 6, -1), k.transpose(1, 2).reshape(2, 6, -1))
     assert torch.equal(torch.cat([lazy_v, lazy_v], 1), torch.cat([v, v], 1))
     assert torch.equal(lazy_v[:, 1, 2:4], v[:, 1, 2:4])

@@ -26,7 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from quest.integrations.transformers_cache import QuestCache
-from quest.integrations.transformers_layer import LazyStates
+from quest.integrations.transformers_layer import LazyKeys, LazyValues
 from quest.integrations.transformers_masks import as_bool, visible_columns
 
 __all__ = ["LOWEST", "NEWEST", "QuestCache", "quest_attention_forward", "register"]
@@ -94,24 +94,23 @@ def quest_attention_forward(
             "quest attention: output_attentions must be False: weights of pages that were not read don't exist. "
             "Use attn_implementation='eager' to look at attention weights"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if type(key) is LazyStates and type(value) is LazyStates and key.states is value.states:
-        layer = key.states.layer
+    if type(key) is LazyKeys and type(value) is LazyValues and key.source is value.source:
+        layer = key.source.layer
         # Sparse unless this is a prompt, or needs what pages don't know
         out = None
         if dropout or position_bias is not None:
             if query.shape[2] == 1:
                 raise ValueError("quest attention: dropout must be 0 and position_bias None in a sparse step")
         else:
-            out = layer.sparse_step(
-                query, attention_mask, sliding_window, softmax_scale=scaling, softcap=softcap, sinks=s_aux
-            )
+            out = layer.sparse_step(query, attention_mask, sliding_window, scaling, softcap, s_aux)
         if out is not None:
             return out, None
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         key, value, attention_mask = layer.dense_step(query, attention_mask, sliding_window, causal)
     if softcap is not None or s_aux is not None:
         if position_bias is not None:
             raise ValueError("quest attention: position_bias must be None together with softcap or s_aux")
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is None and causal:
             attention_mask = visible_columns(query.shape[2], key.shape[2], key.device)
         return masked_attention(query, key, value, attention_mask, scaling, softcap, s_aux, dropout), None

@@ -8,7 +8,7 @@ function has said, by its mask, which of them are padding; whoever else needs th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -21,40 +21,33 @@ from quest.integrations.transformers_store import Store
 MAX_DRAFT_TOKENS = 64  # with past recording, as in assisted decoding, more new tokens than these count as a prompt
 
 
-class States:
-    """K and V of a layer as they were after one `update`, made dense when one of the two is looked at."""
+class Source(NamedTuple):
+    """What the K and V of one `update` are made of."""
 
-    def __init__(self, layer: QuestLayer, columns: int) -> None:
-        self.layer, self.columns, self.epoch = layer, columns, layer.store.epoch
-        self._dense: tuple[Tensor, Tensor] | None = None
-
-    def dense(self) -> tuple[Tensor, Tensor]:
-        if self._dense is None:
-            if self.epoch != self.layer.store.epoch:
-                raise RuntimeError(
-                    "QuestCache: K and V of an earlier update, first looked at after the cache was cropped, reordered "
-                    "or reset, are gone"
-                )
-            k, v = self.layer.states()
-            self._dense = k[:, :, : self.columns], v[:, :, : self.columns]
-        return self._dense
+    layer: QuestLayer
+    columns: int
+    epoch: int  # of the store, at that time
+    dense: list[tuple[Tensor, Tensor]]  # K and V once they are made
 
 
 class LazyStates(torch.Tensor):
-    """K or V [batch, num_kv_heads, columns, head_dim]: shape, dtype and device at once, the numbers on demand."""
+    """K or V [batch, num_kv_heads, columns, head_dim] of a layer as they were after one `update`.
 
-    states: States
-    which: int  # 0 for K, 1 for V
+    Shape, dtype and device at once; the numbers are made when one of the pair is looked at.
+    """
+
+    source: Source
+    which: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @staticmethod
-    def of(states: States, which: int, like: Tensor) -> LazyStates:
-        """`like` holds the new tokens [batch, num_kv_heads, q_len, head_dim]."""
-        batch, num_kv_heads, _, head_dim = like.shape
-        shape = (batch, num_kv_heads, states.columns, head_dim)
-        lazy = torch.Tensor._make_wrapper_subclass(LazyStates, shape, dtype=like.dtype, device=like.device)
-        lazy.states, lazy.which = states, which
+    @classmethod
+    def of(cls, source: Source, new: Tensor) -> Self:
+        """`new` holds the new tokens [batch, num_kv_heads, q_len, head_dim]."""
+        batch, num_kv_heads, _, head_dim = new.shape
+        shape = (batch, num_kv_heads, source.columns, head_dim)
+        lazy = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
+        lazy.source = source
         return lazy
 
     @classmethod
@@ -67,10 +60,27 @@ class LazyStates(torch.Tensor):
         return func(*args, **kwargs)
 
     def dense(self) -> Tensor:
-        return self.states.dense()[self.which]
+        layer, columns, epoch, made = self.source
+        if not made:
+            if epoch != layer.store.epoch:
+                raise RuntimeError(
+                    "QuestCache: K and V of an earlier update, first looked at after the cache was cropped, reordered "
+                    "or reset, are gone"
+                )
+            k, v = layer.states()
+            made.append((k[:, :, :columns], v[:, :, :columns]))
+        return made[0][self.which]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"LazyStates({'KV'[self.which]} of layer {self.states.layer.index}, shape={[*self.shape]}, {self.dtype})"
+        return f"{type(self).__name__}(layer {self.source.layer.index}, shape={[*self.shape]}, {self.dtype})"
+
+
+class LazyKeys(LazyStates):
+    which = 0
+
+
+class LazyValues(LazyStates):
+    which = 1
 
 
 class QuestLayer(CacheLayerMixin):
@@ -94,24 +104,34 @@ class QuestLayer(CacheLayerMixin):
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[LazyStates, LazyStates]:
+    ) -> tuple[LazyKeys, LazyValues]:
         """Add K and V [batch, num_kv_heads, q_len, head_dim]; gives back K and V of all columns, lazily."""
         if self.pending is not None:
             self.settle()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        batch = self.store.paged.batch_size if self.store.paged is not None else key_states.shape[0]
-        if key_states.dim() != 4 or key_states.shape[:3] != value_states.shape[:3] or key_states.shape[0] != batch:
+        paged, shape = self.store.paged, key_states.shape
+        batch = shape[0] if paged is None else len(paged.lengths)
+        if len(shape) != 4 or shape[:3] != value_states.shape[:3] or shape[0] != batch:
             raise ValueError(
                 f"QuestCache.update: key_states and value_states must be [{batch}, num_kv_heads, q_len, head_dim], got "
                 f"{[*key_states.shape]} and {[*value_states.shape]}"
             )
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (key_states, value_states))  # as the ops take it
+        k = key_states if key_states.stride(-1) == 1 else key_states.contiguous()  # as the ops take it
+        v = value_states if value_states.stride(-1) == 1 else value_states.contiguous()
         self.pending = k, v
-        states = States(self, self.columns + key_states.shape[2])
-        return LazyStates.of(states, 0, key_states), LazyStates.of(states, 1, value_states)
+        source = Source(self, self.columns + shape[2], self.store.epoch, [])
+        return LazyKeys.of(source, key_states), LazyValues.of(source, value_states)
 
-    def sparse_step(self, query: Tensor, mask: Tensor | None, window: int | None, **options: Any) -> Tensor | None:
+    def sparse_step(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        window: int | None,
+        softmax_scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
         """Store the pending tokens and attend to the pages that query [batch, num_heads, q_len, head_dim] selects.
 
         Returns:
@@ -123,7 +143,7 @@ class QuestLayer(CacheLayerMixin):
         q_len, store, start = query.shape[2], self.store, self.columns
         if q_len > 1 and not (self.record_past and start and q_len <= MAX_DRAFT_TOKENS):
             return None
-        options["window"] = window
+        options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
         if self.pending is None:  # K and V of another layer, which has stored them and whose mask was looked at
             out, _ = store.paged.attend(self.index, query.transpose(1, 2), **options)  # type: ignore[union-attr]
             return out
