@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import quest
 from quest import QuestConfig
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
+from quest.bench.peers import VllmAttention, vllm_available
 from quest.bench.shapes import Paged, Plain, Shape, paged_layers, plain_layers
 
 __all__ = ["SWEEPS", "run", "show", "sweep"]
@@ -60,7 +61,8 @@ def run(
         One dict per shape: the shape's fields; `bytes`, `fmas` (counted); `ms` (median; `ms_min`, `ms_max`);
         `gb_per_s`; `read_gb_per_s` and `peak_gfma_per_s` (the limits); `limit_fraction` (time to read that many bytes,
         over `ms`), `fma_fraction` (time of that many multiply-adds, over `ms`); `sdpa_best_ms`, `sdpa_default_ms` and
-        `dense_ms` (quest's own) with the speed-ups over them, and `dense_limit_fraction` (of the tighter limit).
+        `dense_ms` (quest's own) with the speed-ups over them, `dense_limit_fraction` (of the tighter limit), and
+        `vllm_dense_ms` where vLLM's kernel is installed.
     """
     rows = []
     with Progress(console=console, transient=True) as progress:
@@ -94,6 +96,9 @@ def measure(
     if dense:
         methods["dense"] = (1, 1, lambda: step(query, new, next(paged_turn), all_tokens))
         methods["read_dense"] = (1, 1, reader_dense)
+    if dense and vllm_available():
+        vllm = VllmAttention(shape, paged[0])
+        methods["vllm_dense"] = (1, 1, lambda: vllm(query))
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     end = perf_counter() + MOST_SECONDS
     for turn in range(-1, rounds):  # the first round warms up code, not data
@@ -132,6 +137,8 @@ def measure(
             "dense_limit_fraction": tighter / ms["dense"],
             "dense_speedup_sdpa_best": ms["sdpa_best"] / ms["dense"],
         }
+    if "vllm_dense" in ms:
+        row["vllm_dense_ms"] = ms["vllm_dense"]
     return row
 
 
@@ -174,7 +181,9 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
         table = Table(title=f"One decode step, one layer: {title}")
         names = ["context", "budget", "MB", "ms", "GB/s", "of read limit", "of FMA peak", "SDPA best", "SDPA default"]
         with_dense = "dense_ms" in group[0]
-        for name in [*names, "own dense"] if with_dense else names:
+        with_vllm = all("vllm_dense_ms" in row for row in group)
+        names += ["own dense"] * with_dense + ["vLLM dense"] * with_vllm
+        for name in names:
             table.add_column(name, justify="right")
         for row in group:
             cells = [
@@ -190,6 +199,8 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
             ]
             if with_dense:
                 cells.append(f"{row['dense_ms']:.1f} ms, {row['speedup_dense']:.1f}x")
+            if with_vllm:
+                cells.append(f"{row['vllm_dense_ms']:.1f} ms, {row['vllm_dense_ms'] / row['ms']:.1f}x")
             table.add_row(*cells)
         console.print(table)
     console.print(

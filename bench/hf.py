@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,12 +15,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from quest.bench.machine import median_ms
+from quest.bench.peers import LlamaCpp
 from quest.config import QuestConfig
 from quest.measure import Decoder, context_limit, follow, prefill
 from quest.models import DTYPES
 from quest.passkey import document, encode
 
-__all__ = ["run", "show"]
+__all__ = ["run", "run_llama", "show"]
 
 WARM_UP = 3  # steps that don't count
 
@@ -80,6 +82,23 @@ def run(
     return rows
 
 
+def run_llama(
+    file: Path, tokenizer: Any, name: str, contexts: Sequence[int], *, tokens: int = 32, console: Console | None = None
+) -> list[dict[str, Any]]:
+    """The same text through llama.cpp: weights as in the GGUF file, so it is engine against engine."""
+    text = encode(tokenizer, document())
+    steps = WARM_UP + tokens
+    console = console or Console()
+    with console.status("llama.cpp"):
+        engine = LlamaCpp(file, max(contexts) + steps)
+        rows = []
+        for context in contexts:
+            seconds = engine.seconds(text[:context], text[context : context + steps])[WARM_UP:]
+            row = {"model": name, "engine": "llama.cpp", "context": context, "ms_per_token": median_ms(seconds)}
+            rows.append(row | {"ms_min": min(seconds) * 1e3, "ms_max": max(seconds) * 1e3})
+    return rows
+
+
 def _start(source: Any, less: int, dtype: str) -> Any:
     """A copy of a `DynamicCache` in another dtype, without its last `less` tokens."""
     cache = copy.deepcopy(source)
@@ -91,7 +110,7 @@ def _start(source: Any, less: int, dtype: str) -> Any:
     return cache
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+def show(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]], console: Console) -> None:
     table = Table(title=f"{rows[0]['model']}: ms per token")
     for name in ("dtype", "context", "budget", "DynamicCache, sdpa", "QuestCache", "ratio"):
         table.add_column(name, justify="right")
@@ -105,3 +124,6 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
             f"{quest['ms_per_token'] / dynamic['ms_per_token']:.2f}",
         )
     console.print(table)
+    for row in peers:
+        spread = f"({row['ms_min']:.1f}-{row['ms_max']:.1f})"
+        console.print(f"llama.cpp, {row['context']:,} tokens: {row['ms_per_token']:.1f} ms {spread}", highlight=False)

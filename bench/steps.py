@@ -15,6 +15,7 @@ import quest
 from quest import QuestConfig
 from quest.bench.decode import tables
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
+from quest.bench.peers import VllmAttention, vllm_available
 from quest.bench.shapes import Paged, Shape, paged_layers
 
 __all__ = ["run", "show"]
@@ -80,16 +81,14 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
         "summarise": (row * config.page_size // 2, 0, [lambda x=x: summarise(x) for x in layers]),
         "score": (read.summaries, shape.fmas(read.summaries), [lambda x=x: score(x) for x in layers]),
         "select": (score_bytes, 0, [lambda x=x, s=s: select(x, s) for x, s in zip(layers, scores, strict=True)]),
-        "attend": (
-            read.kv,
-            shape.fmas(read.kv),
-            [lambda x=x, i=i: attend(x, i) for x, i in pairs],
-        ),
+        "attend": (read.kv, shape.fmas(read.kv), [lambda x=x, i=i: attend(x, i) for x, i in pairs]),
         "decode": (read.total, shape.fmas(read.total), [lambda x=x: decode(x) for x in layers]),
     }
-    readers = {
-        name: Reader(verbs[name][0], [pool for x in layers for pool in x[:2]]) for name in ("score", "attend", "decode")
-    }
+    if vllm_available():
+        peers = [vllm_attend(shape, x, page_idx, config.page_size) for x, page_idx in pairs]
+        verbs["attend, vLLM"] = (read.kv, shape.fmas(read.kv), [lambda peer=peer: peer(query) for peer in peers])
+    memory = [pool for x in layers for pool in x[:2]]
+    readers = {name: Reader(verbs[name][0], memory) for name in verbs if name.startswith(("score", "attend", "decode"))}
     seconds: dict[str, list[float]] = {name: [] for name in verbs}
     reading: dict[str, list[float]] = {name: [] for name in readers}
     for turn in range(-1, rounds):
@@ -117,12 +116,25 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
+def vllm_attend(shape: Shape, layer: Paged, page_idx: Tensor, page_size: int) -> VllmAttention:
+    """vLLM's kernel over the pages that were selected; full pages are all of them but the newest."""
+    chosen = page_idx[:, 0]
+    counts = (chosen >= 0).sum(-1)
+    if int(counts.min()) < chosen.shape[-1]:
+        raise ValueError("bench steps: every row must select as many pages")
+    pages = layer.block_table.long()[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen.long())
+    tokens = (counts - 1) * page_size + (layer.seq_lens.long()[:, None] - 1) % page_size + 1
+    return VllmAttention(shape, layer, pages.int(), tokens.int())
+
+
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for title, group in tables(rows):
         table = Table(title=f"The verbs of one decode step, one layer: {title}")
         for name in ("context", "budget", "verb", "MB", "ms", "of the step", "GB/s", "of read limit", "of FMA peak"):
             table.add_column(name, justify="left" if name == "verb" else "right")
         for row in group:
+            if row["verb"] == "append":
+                table.add_section()
             cells = [
                 f"{row['context']:,}",
                 f"{row['budget']:,}",
@@ -133,10 +145,11 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
             ]
             if "gb_per_s" in row:
                 cells += [f"{row['gb_per_s']:.1f}", f"{row['limit_fraction']:.0%}", f"{row['fma_fraction']:.0%}"]
-            table.add_row(*cells, end_section=row["verb"] == "decode")
+            table.add_row(*cells)
         console.print(table)
     console.print(
         "ms: median (least-most) of a call from Python, its fixed cost of a few microseconds included; decode is all "
-        "verbs in one op. The limits are those of `quest bench decode`.",
+        "verbs in one op. The limits are those of `quest bench decode`. vLLM's kernel, where it is installed, attends "
+        "to the same pages; what it plans once for all layers of a step is not in its time.",
         highlight=False,
     )

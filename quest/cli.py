@@ -213,7 +213,7 @@ def bench_decode(
             shapes = decode.sweep(names)
         else:
             shapes = shapes_of(context, batch, budget, dtype, num_heads, num_kv_heads, head_dim)
-        with reported(json) as (console, rows):
+        with reported(json) as (console, rows, _):
             rows += decode.run(shapes, rounds=rounds, console=console)
             decode.show(rows, console)
             if plot is not None:
@@ -243,7 +243,7 @@ def bench_steps(
 
         settle(isa, threads)
         shapes = shapes_of(context, batch, budget, dtype, num_heads, num_kv_heads, head_dim)
-        with reported(json) as (console, rows):
+        with reported(json) as (console, rows, _):
             rows += steps.run(shapes, rounds=rounds, console=console)
             steps.show(rows, console)
 
@@ -258,29 +258,43 @@ def bench_hf(
     threads: Threads = None,
     json: Json = None,
 ) -> None:
-    """A whole model through transformers, time per token: DynamicCache with sdpa, and QuestCache."""
+    """A whole model through transformers, time per token: DynamicCache with sdpa, and QuestCache.
+
+    A GGUF model also runs in llama.cpp, if llama-cpp-python is installed.
+    """
     with errors():
-        from quest.bench import hf
+        from quest.bench import hf, peers
 
         set_threads(threads)
-        with reported(json) as (console, rows):
+        with reported(json) as (console, rows, others):
             net, tokenizer, name = load_model(model, Dtype.float32, console)
             kinds = [kind.value for kind in dtype]
             rows += hf.run(net, tokenizer, name, contexts, kinds, budget=budget, tokens=tokens, console=console)
-            hf.show(rows, console)
+            file = gguf(model)
+            if file is not None and peers.llama_available():
+                others += hf.run_llama(file, tokenizer, name, contexts, tokens=tokens, console=console)
+            hf.show(rows, others, console)
 
 
 @contextlib.contextmanager
-def reported(json: Path | None) -> Iterator[tuple[Console, list[dict[str, Any]]]]:
-    """The machine first; at the end, `json` if wanted."""
+def reported(json: Path | None) -> Iterator[tuple[Console, list[dict[str, Any]], list[dict[str, Any]]]]:
+    """The machine first; at the end, `json` if wanted, with the rows and those of peers."""
     from quest.bench.machine import describe, summary, write_json
 
-    console, machine, rows = Console(), describe(), list[dict[str, Any]]()
+    console, machine, rows, peers = Console(), describe(), list[dict[str, Any]](), list[dict[str, Any]]()
     console.print(summary(machine), highlight=False)
-    yield console, rows
+    yield console, rows, peers
     if json is not None:
-        write_json(json, machine, rows)
+        write_json(json, machine, rows, **({"peers": peers} if peers else {}))
         console.print(f"wrote {json}", highlight=False)
+
+
+def gguf(path: Path | None) -> Path | None:
+    """The GGUF file that `load_model` reads, None if it reads another kind."""
+    from quest import models
+
+    folder, file = models.locate(models.packaged_model() if path is None else path.expanduser())
+    return folder / file if file else None
 
 
 def load_model(path: Path | None, dtype: Dtype, console: Console) -> tuple[Any, Any, str]:
