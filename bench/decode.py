@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import quest
 from quest import QuestConfig
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
-from quest.bench.peers import VllmAttention, vllm_available
+from quest.bench.peers import vllm_attention
 from quest.bench.shapes import Paged, Plain, Shape, paged_layers, plain_layers
 
 __all__ = ["SWEEPS", "run", "show", "sweep"]
@@ -96,8 +96,7 @@ def measure(
     if dense:
         methods["dense"] = (1, 1, lambda: step(query, new, next(paged_turn), all_tokens))
         methods["read_dense"] = (1, 1, reader_dense)
-    if dense and vllm_available():
-        vllm = VllmAttention(shape, paged[0])
+    if dense and (vllm := vllm_attention(shape, paged[0])) is not None:
         methods["vllm_dense"] = (1, 1, lambda: vllm(query))
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     end = perf_counter() + MOST_SECONDS

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quest.bench.shapes import Paged, Shape
 
-__all__ = ["LlamaCpp", "VllmAttention", "llama_available", "vllm_available"]
+__all__ = ["LlamaCpp", "VllmAttention", "llama_available", "vllm_attention"]
 
 
 @lru_cache(maxsize=1)
@@ -38,6 +38,18 @@ def vllm_available() -> bool:
     except OSError:  # no such file, no libnuma, or made for another torch
         return False
     return hasattr(torch.ops._C, "cpu_attention_with_kv_cache")
+
+
+def vllm_attention(shape: Shape, layer: Paged, *selection: Tensor) -> VllmAttention | None:
+    """A layer for vLLM's kernel, None where that isn't installed or doesn't do this shape."""
+    if not vllm_available():
+        return None
+    try:
+        attention = VllmAttention(shape, layer, *selection)
+        attention(torch.zeros(shape.batch, 1, shape.num_heads, shape.head_dim, dtype=shape.torch_dtype))
+    except RuntimeError:  # head_dim below 32, for instance
+        return None
+    return attention
 
 
 class VllmAttention:

@@ -15,7 +15,7 @@ import quest
 from quest import QuestConfig
 from quest.bench.decode import tables
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
-from quest.bench.peers import VllmAttention, vllm_available
+from quest.bench.peers import VllmAttention, vllm_attention
 from quest.bench.shapes import Paged, Shape, paged_layers
 
 __all__ = ["run", "show"]
@@ -84,8 +84,8 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
         "attend": (read.kv, shape.fmas(read.kv), [lambda x=x, i=i: attend(x, i) for x, i in pairs]),
         "decode": (read.total, shape.fmas(read.total), [lambda x=x: decode(x) for x in layers]),
     }
-    if vllm_available():
-        peers = [vllm_attend(shape, x, page_idx, config.page_size) for x, page_idx in pairs]
+    peers = [vllm_selected(shape, x, page_idx, config.page_size) for x, page_idx in pairs]
+    if peers[0] is not None:
         verbs["attend, vLLM"] = (read.kv, shape.fmas(read.kv), [lambda peer=peer: peer(query) for peer in peers])
     memory = [pool for x in layers for pool in x[:2]]
     readers = {name: Reader(verbs[name][0], memory) for name in verbs if name.startswith(("score", "attend", "decode"))}
@@ -116,7 +116,7 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def vllm_attend(shape: Shape, layer: Paged, page_idx: Tensor, page_size: int) -> VllmAttention:
+def vllm_selected(shape: Shape, layer: Paged, page_idx: Tensor, page_size: int) -> VllmAttention | None:
     """vLLM's kernel over the pages that were selected; full pages are all of them but the newest."""
     chosen = page_idx[:, 0]
     counts = (chosen >= 0).sum(-1)
@@ -124,7 +124,7 @@ def vllm_attend(shape: Shape, layer: Paged, page_idx: Tensor, page_size: int) ->
         raise ValueError("bench steps: every row must select as many pages")
     pages = layer.block_table.long()[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen.long())
     tokens = (counts - 1) * page_size + (layer.seq_lens.long()[:, None] - 1) % page_size + 1
-    return VllmAttention(shape, layer, pages.int(), tokens.int())
+    return vllm_attention(shape, layer, pages.int(), tokens.int())
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:

@@ -103,7 +103,7 @@ class RowWalk {
       while (end > 0 && idx_[end - 1] < 0) end--;  // -1 fills the end
     }
     const int64_t pages = end - begin;
-    next_ = begin + pages * split / p.num_splits;
+    next_ = touched_ = begin + pages * split / p.num_splits;
     end_ = begin + pages * (split + 1) / p.num_splits;
     k_head_ = static_cast<T*>(p.k_cache.data) + u.kv_head * p.k_cache.stride_head;
     v_head_ = static_cast<T*>(p.v_cache.data) + u.kv_head * p.v_cache.stride_head;
@@ -124,27 +124,43 @@ class RowWalk {
   }
 
  private:
+  // The block of a page, or -1 where the token sees none of it.
+  int64_t block_of(int64_t page) const {
+    if (page < span_.first_page || page >= span_.end_page) return -1;
+    return p_.seq.block(u_.b, page * p_.seq.page_size / p_.seq.block_size);
+  }
+  int64_t page(int64_t i) const { return p_.every_page ? i : idx_[i]; }
+
+  void touch() {
+    Touch touch;
+    for (const int64_t end = touched_ + Touch::kPages < end_ ? touched_ + Touch::kPages : end_; touched_ < end;
+         touched_++) {
+      const int64_t block = block_of(page(touched_)), offset = page(touched_) * p_.seq.page_size % p_.seq.block_size;
+      if (block < 0) continue;
+      auto add = [&](const T* head, const Pool& pool) {
+        const T* row = head + block * pool.stride_block + offset * pool.stride_row;
+        touch.add(row, row + (p_.seq.page_size - 1) * pool.stride_row);
+      };
+      add(k_head_, p_.k_cache);
+      add(v_head_, p_.v_cache);
+    }
+    touch.ask();
+  }
+
   // Set the rows of the next page of which the token sees something.
   bool next_page() {
     const Sequences& seq = p_.seq;
     while (next_ < end_) {
-      const int64_t page = p_.every_page ? next_ : idx_[next_];
-      next_++;
-      if (page < span_.first_page || page >= span_.end_page) continue;
-      token_ = page * seq.page_size;
+      if (next_ == touched_) touch();
+      const int64_t now = page(next_++), block = block_of(now);
+      if (block < 0) continue;
+      token_ = now * seq.page_size;
       stop_ = token_ + seq.page_size;
       token_ = token_ < span_.first_token ? span_.first_token : token_;
       stop_ = stop_ > span_.pos + 1 ? span_.pos + 1 : stop_;
-      const int64_t block = seq.block(u_.b, token_ / seq.block_size), offset = token_ % seq.block_size;
-      if (block < 0) continue;
+      const int64_t offset = token_ % seq.block_size;
       k_row_ = k_head_ + block * p_.k_cache.stride_block + offset * p_.k_cache.stride_row;
       v_row_ = v_head_ + block * p_.v_cache.stride_block + offset * p_.v_cache.stride_row;
-      // The first and the last row at once: several page table walks run side by side, later ones would be waited for.
-      const int64_t last = stop_ - token_ - 1;
-      __builtin_prefetch(k_row_, 0, 2);
-      __builtin_prefetch(v_row_, 0, 2);
-      __builtin_prefetch(k_row_ + last * p_.k_cache.stride_row, 0, 2);
-      __builtin_prefetch(v_row_ + last * p_.v_cache.stride_row, 0, 2);
       return true;
     }
     token_ = stop_ = 0;
@@ -156,7 +172,7 @@ class RowWalk {
   const Span span_;
   const int32_t* idx_ = nullptr;
   const T *k_head_, *v_head_, *k_row_ = nullptr, *v_row_ = nullptr;
-  int64_t next_, end_, token_ = 0, stop_ = 0;
+  int64_t next_, end_, touched_, token_ = 0, stop_ = 0;
 };
 
 template <typename Q, typename T>
@@ -164,15 +180,13 @@ static void attend_pages(const T* rows_type, const AttendParams& p, const Unit& 
                          int64_t lda) {
   const int64_t ldq = round_up(p.query.dim, 2 * W);
   alignas(64) Q q[kTileHeads * kMaxHeadDim];
-  for (int64_t h = 0; h < u.heads; h++)
-    load_query(rows_type, p.query, u.b, u.t, u.head + h, q + h * ldq, ldq);
+  for (int64_t h = 0; h < u.heads; h++) load_query(rows_type, p.query, u.b, u.t, u.head + h, q + h * ldq, ldq);
   RowWalk<T> walk(p, u, split);
-  Tile<T> tiles[3];  // the one being attended to, the next, and the one after, whose page table walks are under way
+  Tile<T> tiles[2];  // the one being attended to and the next
   walk.fill(tiles[0]);
-  walk.fill(tiles[1]);
-  for (int turn = 0; tiles[turn].n > 0; turn = (turn + 1) % 3) {
-    walk.fill(tiles[(turn + 2) % 3]);
-    attend_rows(p, q, ldq, u.heads, tiles[turn], tiles[(turn + 1) % 3], s, lda);
+  for (int turn = 0; tiles[turn].n > 0; turn ^= 1) {
+    walk.fill(tiles[turn ^ 1]);
+    attend_rows(p, q, ldq, u.heads, tiles[turn], tiles[turn ^ 1], s, lda);
   }
 }
 

@@ -85,12 +85,32 @@ class Stripe {
 };
 
 template <typename T>
-static void score_pages(T*, const ScoreParams& p, int64_t token, const Visible& v, const Visible& then) {
+static void touch(T*, const ScoreParams& p, const Visible& v, int64_t page) {
+  const int64_t pages_per_block = p.seq.block_size / p.seq.page_size;
+  Touch touch;
+  for (const int64_t end = page + Touch::kPages < v.last ? page + Touch::kPages : v.last; page < end; page++) {
+    const int64_t block = p.seq.block(v.b, page / pages_per_block), row = page % pages_per_block;
+    if (block < 0) continue;
+    auto add = [&](const Pool& pool) {
+      const T* x = static_cast<T*>(pool.data) + block * pool.stride_block + v.first_head * pool.stride_head +
+                   row * pool.stride_row;
+      touch.add(x, x + (v.heads - 1) * pool.stride_head);
+    };
+    add(p.page_max);
+    add(p.page_min);
+  }
+  touch.ask();
+}
+
+template <typename T>
+static void score_pages(T* type, const ScoreParams& p, int64_t token, const Visible& v, const Visible& then) {
   const Sequences& seq = p.seq;
   const int64_t group = p.num_heads / p.num_kv_heads, pages_per_block = seq.block_size / seq.page_size;
   Stripe<T> stripes[2];  // the one being scored and the next
   stripes[0].find(p, v, v.first);
+  int64_t touched = v.first;
   for (int64_t page = v.first, turn = 0; page < v.last; page += kStripe, turn ^= 1) {
+    if (page + kStripe >= touched) touch(type, p, v, touched), touched += Touch::kPages;
     const Stripe<T>& now = stripes[turn];
     Stripe<T>& next = stripes[turn ^ 1];
     if (page + kStripe < v.last)

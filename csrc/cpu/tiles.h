@@ -46,11 +46,26 @@ template <typename T>
 QUEST_INLINE void prefetch(const T* p) {
   __builtin_prefetch(p, 0, 2);
 }
-// All of a row.
-template <typename T>
-QUEST_INLINE void prefetch(const T* row, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) prefetch(row + d);
-}
+
+// Asks for many pages at once: their walks through the page tables then run side by side, while one that a row alone
+// needs is waited for. The list is made first, because the processor looks ahead only so many instructions.
+class Touch {
+ public:
+  static constexpr int64_t kPages = 128;
+  // The rows from `first` to `last`, which may lie across two pages of memory.
+  template <typename T>
+  void add(const T* first, const T* last) {
+    list_[n_++] = first;
+    if ((reinterpret_cast<uintptr_t>(first) ^ reinterpret_cast<uintptr_t>(last)) >> 12) list_[n_++] = last;
+  }
+  void ask() const {
+    for (int i = 0; i < n_; i++) __builtin_prefetch(list_[i], 0, 2);
+  }
+
+ private:
+  const void* list_[4 * kPages];
+  int n_ = 0;
+};
 
 // Call f(Number<H>, first head) for pieces of at most four heads, as equal as can be.
 template <int N>
