@@ -137,7 +137,7 @@ def test_no_code_is_shared_between_instruction_sets(wheel, tree):
     nm = need("nm")
     owners = defaultdict(set)
     for obj in (tree / "build/quest").rglob("*.o"):
-        isa = next((isa for isa in ("avx2", "avx512") if isa in obj.name), "the architecture's own")
+        isa = next((isa for isa in ("avx2", "avx512_bf16", "avx512") if isa in obj.name), "the architecture's own")
         _, output = run([nm, "--defined-only", obj], cwd=tree)
         for line in output.splitlines():
             *_, kind, name = line.split()
