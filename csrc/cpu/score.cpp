@@ -20,7 +20,7 @@ void weigh(const ScoreParams& p, int64_t token) {
   }
 }
 
-constexpr int kStripe = 24;  // pages
+constexpr int kStripe = 12;  // pages
 
 // The pages of a task that its token sees and that have a summary.
 struct Visible {
