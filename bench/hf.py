@@ -6,10 +6,14 @@ A text is read once, in fp32; both caches start from its keys and values, and th
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -24,6 +28,7 @@ from quest.passkey import document, encode
 __all__ = ["run", "run_llama", "show"]
 
 WARM_UP = 3  # steps that don't count
+PATH_STEPS = 8  # in which the parts of a step are timed
 
 
 def run(
@@ -41,7 +46,8 @@ def run(
 
     Returns:
         Two dicts per dtype and context, `cache` "dynamic" and "quest": `model`, `dtype`, `context` (at the first
-        step), `budget`, `ms_per_token` (median; `ms_min`, `ms_max`).
+        step), `budget`, `ms_per_token` (median; `ms_min`, `ms_max`), and for "quest" `path_us`, `op_us`: see
+        `attention_us`.
 
     Raises:
         ValueError: a context is longer than the model's positions, or than the text.
@@ -49,10 +55,11 @@ def run(
     text = encode(tokenizer, document())
     longest, limit = max(contexts), context_limit(model)
     steps = WARM_UP + tokens
-    if limit is not None and longest + steps > limit:
-        raise ValueError(f"bench hf: context {longest:,} and {steps} steps exceed the model's context of {limit:,}")
-    if longest + steps > len(text):
-        raise ValueError(f"bench hf: context must leave {steps} of the text's {len(text):,} tokens, got {longest:,}")
+    room = steps + PATH_STEPS
+    if limit is not None and longest + room > limit:
+        raise ValueError(f"bench hf: context {longest:,} and {room} steps exceed the model's context of {limit:,}")
+    if longest + room > len(text):
+        raise ValueError(f"bench hf: context must leave {room} of the text's {len(text):,} tokens, got {longest:,}")
     rows = []
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task(f"reading {longest:,} tokens")
@@ -78,8 +85,48 @@ def run(
                             "ms_max": max(seconds) * 1e3,
                         }
                     )
+                path, op = attention_us(pair[1], text[context + steps : context + room])
+                rows[-1] |= {"path_us": path, "op_us": op}
         progress.update(task, description="done")
     return rows
+
+
+def attention_us(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, float]:
+    """Microseconds per layer that a `QuestCache` takes in a step: all from `update` to the attention's result, and the
+    op alone. Medians over the steps; wrapped functions take the times, so the steps themselves are a little slower."""
+    from transformers.modeling_utils import AttentionInterface
+
+    from quest.integrations import transformers as integration
+    from quest.integrations.transformers_layer import QuestLayer
+
+    spent = {"path": 0.0, "op": 0.0}
+
+    def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[what] += perf_counter() - start
+
+        return call
+
+    op, update, attend = torch.ops.quest.decode, QuestLayer.update, integration.quest_attention_forward
+    layers, steps = len(decoder.cache.paged_layers), []
+    try:
+        torch.ops.quest.decode = SimpleNamespace(default=timed("op", op.default))
+        QuestLayer.update = timed("path", update)  # type: ignore[method-assign]
+        AttentionInterface.register(integration.NAME, timed("path", attend))
+        for token in tokens:
+            spent.update(path=0.0, op=0.0)
+            decoder.step(token)
+            steps.append((spent["path"] / layers * 1e6, spent["op"] / layers * 1e6))
+    finally:
+        torch.ops.quest.decode = op
+        QuestLayer.update = update  # type: ignore[method-assign]
+        AttentionInterface.register(integration.NAME, attend)
+    path, alone = (statistics.median(times) for times in zip(*steps, strict=True))
+    return path, alone
 
 
 def run_llama(
@@ -112,7 +159,16 @@ def _start(source: Any, less: int, dtype: str) -> Any:
 
 def show(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]], console: Console) -> None:
     table = Table(title=f"{rows[0]['model']}: ms per token")
-    for name in ("dtype", "context", "budget", "DynamicCache, sdpa", "QuestCache", "ratio"):
+    for name in (
+        "dtype",
+        "context",
+        "budget",
+        "DynamicCache, sdpa",
+        "QuestCache",
+        "ratio",
+        "us per layer",
+        "of them the op",
+    ):
         table.add_column(name, justify="right")
     for dynamic, quest in zip(rows[::2], rows[1::2], strict=True):
         table.add_row(
@@ -122,6 +178,8 @@ def show(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]], consol
             f"{dynamic['ms_per_token']:.1f}",
             f"{quest['ms_per_token']:.1f}",
             f"{quest['ms_per_token'] / dynamic['ms_per_token']:.2f}",
+            f"{quest['path_us']:.0f}",
+            f"{quest['op_us']:.0f}",
         )
     console.print(table)
     for row in peers:
