@@ -163,16 +163,16 @@ QUEST_INLINE void dot_tile(const Factors<Q, T, S>& f, int64_t head, int row, int
       dot_step<H, R>(q + d, ldq, ends, 0, acc);
     }
   }
-  float sums[N];
 #pragma GCC unroll 8
   for (int i = 0; i < N; i += 4) {
-    const Quad four = sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
-    memcpy(sums + i, &four, sizeof four);
+    const Quad sums = sum4(acc[i], acc[i + 1], acc[i + 2], acc[i + 3]);
+    if constexpr (R % 4 == 0) {
+      memcpy(dots + (head + i / R) * ldd + row + i % R, &sums, sizeof sums);
+    } else {
+#pragma GCC unroll 4
+      for (int j = i; j < i + 4 && j < H * R; j++) dots[(head + j / R) * ldd + row + j % R] = sums[j - i];
+    }
   }
-#pragma GCC unroll 8
-  for (int h = 0; h < H; h++)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) dots[(head + h) * ldd + row + r] = sums[h * R + r];
 }
 
 // dots[h][r] = sum_s q[s][h] . rows[s][r]
