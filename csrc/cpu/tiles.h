@@ -169,7 +169,6 @@ QUEST_INLINE void dot_tile(const Factors<Q, T, S>& f, int64_t head, int row, int
     if constexpr (R % 4 == 0) {
       memcpy(dots + (head + i / R) * ldd + row + i % R, &sums, sizeof sums);
     } else {
-#pragma GCC unroll 4
       for (int j = i; j < i + 4 && j < H * R; j++) dots[(head + j / R) * ldd + row + j % R] = sums[j - i];
     }
   }
