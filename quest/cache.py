@@ -184,18 +184,9 @@ class PagedKVCache:
             backend=backend,
         )
         if usual and self.device.type == "cpu" and query.dim() == 4:
-            max_pages = step.block_table.shape[1] * pools[2].shape[2]
+            setting, options = self.config.layer(layer), (softmax_scale, softcap, None, window)
             settings = op_settings(
-                self.config.layer(layer),
-                self.config.page_size,
-                max_pages,
-                query.shape[1],
-                query.shape[3],
-                softmax_scale,
-                softcap,
-                None,
-                window,
-                False,
+                query, pools[2], step.block_table, setting, self.config.page_size, *options, check=False
             )
             self._quick[like] = pools, settings
         return out, lse

@@ -216,11 +216,11 @@ def bench_decode(
         with reported(json) as (console, rows, _):
             rows += decode.run(shapes, rounds=rounds, console=console)
             decode.show(rows, console)
-            if plot is not None:
-                from quest.bench.report import draw
+        if plot is not None:  # after the rows are safe
+            from quest.bench.report import draw
 
-                draw(rows, plot)
-                console.print(f"wrote {plot}", highlight=False)
+            draw(rows, plot)
+            console.print(f"wrote {plot}", highlight=False)
 
 
 @bench.command("steps")

@@ -174,33 +174,32 @@ def _fused(
     tensors: tuple[Tensor, ...], layer: LayerConfig, page_size: int, options: _Options, check: bool
 ) -> tuple[Tensor, Tensor]:
     query, page_min, block_table, slot_mapping = tensors[0], tensors[5], tensors[7], tensors[9]
-    max_pages = block_table.shape[1] * page_min.shape[2]
-    q_len, _, head_dim = query.shape[1:]
-    settings = op_settings(layer, page_size, max_pages, q_len, head_dim, *options, check)
+    settings = op_settings(query, page_min, block_table, layer, page_size, *options, check)
     return torch.ops.quest.decode.default(*tensors[:-1], slot_mapping.contiguous(), *settings)
 
 
 def op_settings(
+    query: Tensor,
+    page_min: Tensor,
+    block_table: Tensor,
     layer: LayerConfig,
     page_size: int,
-    max_pages: Any,
-    q_len: Any,
-    head_dim: Any,
     softmax_scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
     window: int | None,
     check: bool,
 ) -> tuple[Any, ...]:
-    """What `torch.ops.quest.decode` takes after its ten tensors."""
+    """What `torch.ops.quest.decode` takes after its ten tensors; of those given here only the shapes matter."""
+    max_pages = block_table.shape[1] * page_min.shape[2]
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
     return (
         layer.dense,
-        head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        ops._scale(softmax_scale, query),
         *ops.split_budget(layer.budget),
         sink,
         recent,
-        max_selected(max_pages, q_len, page_size, layer.budget, sink, recent, window),
+        max_selected(max_pages, query.shape[1], page_size, layer.budget, sink, recent, window),
         layer.slack,
         layer.group_rule,
         softcap or 0.0,

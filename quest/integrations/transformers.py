@@ -94,6 +94,7 @@ def quest_attention_forward(
             "quest attention: output_attentions must be False: weights of pages that were not read don't exist. "
             "Use attn_implementation='eager' to look at attention weights"
         )
+    layer = None
     if type(key) is LazyKeys and type(value) is LazyValues and key.source is value.source:
         layer = key.source.layer
         # Sparse unless this is a prompt, or needs what pages don't know
@@ -105,12 +106,13 @@ def quest_attention_forward(
             out = layer.sparse_step(query, attention_mask, sliding_window, scaling, softcap, s_aux)
         if out is not None:
             return out, None
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if layer is not None:
         key, value, attention_mask = layer.dense_step(query, attention_mask, sliding_window, causal)
     if softcap is not None or s_aux is not None:
         if position_bias is not None:
             raise ValueError("quest attention: position_bias must be None together with softcap or s_aux")
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if attention_mask is None and causal:
             attention_mask = visible_columns(query.shape[2], key.shape[2], key.device)
         return masked_attention(query, key, value, attention_mask, scaling, softcap, s_aux, dropout), None
