@@ -44,7 +44,7 @@ ISA_FLAGS = {
         "baseline": [],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
         "avx512": AVX512,
-        "avx512_bf16": [*AVX512, "-mavx512bf16"],
+        "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"],
     },
     "aarch64": {"neon": []},
 }

@@ -1,5 +1,9 @@
 #include "arguments.h"
 
+#include <algorithm>
+
+#include "cpu/kernels.h"
+
 namespace quest {
 
 static GroupRule rule_of(const std::string& name, const char* op) {
@@ -91,6 +95,114 @@ Tensor allocate(ScoreParams& p, Tensor& raw, Tensor& weights) {
   return scores;
 }
 
+// The largest power of two that divides a number of pages, at most 16.
+static int64_t lanes_of(int64_t pages) { return std::min<int64_t>(16, pages & -pages); }
+
+Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size, int64_t coarse_size, int64_t bits,
+                 const char* op) {
+  expect(bits == 8 || bits == 4 || bits == 2, op, "bits", "must be 8, 4 or 2");
+  const int64_t block_size = k_cache.size(2), group_size = coarse_size ? coarse_size : page_size;
+  expect(page_size >= 1 && block_size % (4 * group_size) == 0, op, "page_size, coarse_size",
+         "a block must hold a multiple of 4 pages, of 4 coarse ones if there are any");
+  expect(
+      coarse_size == 0 || coarse_size == 4 * page_size || coarse_size == 8 * page_size || coarse_size == 16 * page_size,
+      op, "coarse_size", "must be 4, 8 or 16 pages");
+  Packed p;
+  p.bits = static_cast<int>(bits);
+  p.dim = (k_cache.size(3) + 31) / 32 * 32;
+  p.words = p.dim * bits / 16;
+  p.coarse = coarse_size > 0;
+  p.pages = block_size / page_size;
+  p.group_pages = p.coarse ? coarse_size / page_size : lanes_of(p.pages);
+  p.groups = p.pages / p.group_pages;
+  p.coarse_lanes = p.coarse ? lanes_of(p.groups) : 1;
+  p.coarse_at = 4 * p.dim;
+  p.fine_at = p.coarse_at + (p.coarse ? p.groups * p.words * 4 : 0);
+  const int64_t num_bytes = p.fine_at + p.pages * p.words * 4;
+  expect(packed.scalar_type() == ScalarType::Byte && packed.dim() == 3 && packed.size(0) == k_cache.size(0) &&
+             packed.size(1) == k_cache.size(1) && packed.size(2) == num_bytes && packed.stride(2) == 1,
+         op, "packed", "expected uint8 [num_blocks, num_kv_heads, num_bytes] as the packing says");
+  p.data = static_cast<char*>(data_of(packed));
+  p.stride_block = packed.stride(0);
+  p.stride_head = packed.stride(1);
+  expect(reinterpret_cast<uintptr_t>(p.data) % 4 == 0 && p.stride_block % 4 == 0 && p.stride_head % 4 == 0, op,
+         "packed", "must lie at multiples of 4 bytes");
+  return p;
+}
+
+void expect_finite(const AppendParams& p, const char* op) {
+  for (int64_t i = 0; i < p.num_tokens; i++) {
+    if (p.slots[i] < 0) continue;
+    for (int64_t h = 0; h < p.num_kv_heads; h++)
+      if (!cpu::kernels().finite(p.key, i / p.q_len, i % p.q_len, h))
+        fail(op, ": key: must be finite and at most 1e38 where summaries are packed, got another value in token ", i,
+             ", KV head ", h);
+  }
+}
+
+PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
+                                      const Sequences& seq, double coarse_keep, int64_t budget, double budget_fraction,
+                                      int64_t sink_pages, int64_t recent_pages, double softmax_scale, double slack,
+                                      const std::string& group_rule, const char* op) {
+  PackedScoreParams p;
+  p.seq = seq;
+  p.query = rows_of(query, op, "query");
+  p.k_cache = pool_of(k_cache, op, "k_cache");
+  p.packed = packed;
+  p.num_heads = query.size(2);
+  p.num_kv_heads = k_cache.size(1);
+  p.sink_pages = sink_pages;
+  p.recent_pages = recent_pages;
+  p.budget = budget;
+  p.budget_fraction = budget_fraction;
+  p.coarse_keep = coarse_keep;
+  p.slack = static_cast<float>(slack);
+  p.softmax_scale = static_cast<float>(softmax_scale);
+  p.rule = rule_of(group_rule, op);
+  p.max_weight = std::min<int64_t>(32766, INT32_MAX / (2 * packed.dim * packed.levels()));
+  expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
+         "num_heads must be a multiple of num_kv_heads");
+  expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && k_cache.size(0) == seq.num_blocks, op, "query",
+         "must match k_cache and the block table");
+  expect(coarse_keep > 0 && coarse_keep <= 1, op, "coarse_keep", "must be in (0, 1]");
+  expect(sink_pages >= 0 && recent_pages >= 1 && budget >= 0 && budget_fraction >= 0, op, "budget",
+         "budget and forced pages must not be negative, the newest page is always read");
+  return p;
+}
+
+PackedScratch allocate(PackedScoreParams& p) {
+  const Sequences& seq = p.seq;
+  int64_t blocks = 0;
+  p.max_kept = 0;
+  for (int64_t b = 0; b < seq.batch; b++) {
+    const int64_t length = seq.length(b), full = length / seq.block_size;
+    blocks = std::max(blocks, full);
+    p.max_kept = std::max(p.max_kept, p.kept_of(full * p.packed.groups, length - 1));
+  }
+  p.max_groups = blocks * p.packed.groups;
+  p.max_candidates = p.max_kept * p.packed.group_pages + p.packed.pages;
+  const int64_t tokens = seq.batch * seq.q_len, units = tokens * p.num_kv_heads, heads = tokens * p.num_heads;
+  const int64_t coarse = p.packed.coarse ? p.max_groups : 0;
+  PackedScratch scratch;
+  scratch.floats = new_tensor({heads * (2 * p.packed.dim + 1 + coarse) + units * coarse}, ScalarType::Float);
+  p.weights = static_cast<float*>(data_of(scratch.floats));
+  p.largest = p.weights + heads * 2 * p.packed.dim;
+  p.coarse_raw = p.largest + heads;
+  p.coarse_scores = p.coarse_raw + heads * coarse;
+  scratch.kept = new_tensor({units * (p.max_kept + 1)}, ScalarType::Int);
+  p.kept = static_cast<int32_t*>(data_of(scratch.kept));
+  p.num_kept = p.kept + units * p.max_kept;
+  scratch.raw = new_tensor({seq.batch, seq.q_len, p.num_heads, p.max_candidates}, ScalarType::Float);
+  p.raw = static_cast<float*>(data_of(scratch.raw));
+  p.scores = nullptr;
+  scratch.candidates = scratch.raw;
+  if (p.rule != GroupRule::per_head) {
+    scratch.candidates = new_tensor({seq.batch, seq.q_len, p.num_kv_heads, p.max_candidates}, ScalarType::Float);
+    p.scores = static_cast<float*>(data_of(scratch.candidates));
+  }
+  return scratch;
+}
+
 SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t budget, double budget_fraction,
                            int64_t sink_pages, int64_t recent_pages, const Tensor& page_idx, const Tensor& counts,
                            const char* op) {
@@ -107,6 +219,7 @@ SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t b
   p.budget_fraction = budget_fraction;
   p.sink_pages = sink_pages;
   p.recent_pages = recent_pages;
+  p.packed = nullptr;
   return p;
 }
 

@@ -17,6 +17,20 @@ ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tens
                          double softmax_scale, double slack, const std::string& group_rule, const char* op);
 // Allocates the scores of all query heads (`raw`) and of the groups; returns what the selection reads.
 Tensor allocate(ScoreParams& p, Tensor& raw, Tensor& weights);
+// How packed summaries are laid out, as quest/packing.py says; coarse_size 0 = one level.
+Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size, int64_t coarse_size, int64_t bits,
+                 const char* op);
+// Refuses keys that are not finite or too large for codes, in the tokens that are stored.
+void expect_finite(const AppendParams& p, const char* op);
+PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
+                                      const Sequences& seq, double coarse_keep, int64_t budget, double budget_fraction,
+                                      int64_t sink_pages, int64_t recent_pages, double softmax_scale, double slack,
+                                      const std::string& group_rule, const char* op);
+// What scoring works in. `candidates` are the scores that the selection reads.
+struct PackedScratch {
+  Tensor floats, kept, raw, candidates;
+};
+PackedScratch allocate(PackedScoreParams& p);
 SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t budget, double budget_fraction,
                            int64_t sink_pages, int64_t recent_pages, const Tensor& page_idx, const Tensor& counts,
                            const char* op);

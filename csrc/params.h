@@ -10,6 +10,7 @@ enum class GroupRule : int { softmax, relative, per_head };
 
 constexpr int kMaxHeadDim = 1024;
 constexpr int kTileHeads = 16;  // query heads that a kernel attends to together, at most
+constexpr int kCandidates = 2;  // times the budget: what coarse pages hold at least whose pages are scored
 constexpr int kBandHeads = 8;   // KV heads that are scored together, at most: their summaries lie side by side
 
 // A pool of rows: K or V (rows are tokens) or a summary (rows are pages), any strides, contiguous last dimension.
@@ -104,24 +105,101 @@ struct ScoreTask {
   int64_t token, band, begin, end;
 };
 
+// Summaries as codes, see quest/packing.py. A group is a run of pages whose codes lie together: those of a coarse page.
+struct Packed {
+  char* data;                         // [num_blocks, num_kv_heads, num_bytes]
+  int64_t stride_block, stride_head;  // in bytes
+  int bits;
+  int64_t dim, words;                  // channels, a multiple of 32, and words of a page
+  int64_t pages, groups, group_pages;  // of a block
+  int64_t coarse_lanes;                // coarse pages whose words lie side by side; of pages a group's do
+  int64_t coarse_at, fine_at;          // in a block's bytes
+  bool coarse;                         // groups have codes of their own
+
+  int64_t levels() const { return (1 << bits) - 1; }
+  const char* block(int64_t id, int64_t head) const { return data + id * stride_block + head * stride_head; }
+};
+
+struct PackParams {
+  Sequences seq;
+  Pool k_cache;
+  Packed packed;
+  const int32_t* num_new;  // [batch]
+  int64_t num_kv_heads, sink_pages;
+};
+
+// A budget in tokens; as a fraction of the `visible` ones where that is given.
+inline int64_t budget_tokens(int64_t budget, double fraction, int64_t visible) {
+  if (fraction <= 0) return budget;
+  const double tokens = fraction * static_cast<double>(visible);
+  const int64_t whole = static_cast<int64_t>(tokens);
+  return static_cast<double>(whole) < tokens ? whole + 1 : whole;
+}
+
+// The candidates of a token and KV head (a unit) are the pages of the groups it keeps, in order, and after them the
+// pages of its open block, which have no codes yet and are scored from K.
+struct PackedScoreParams {
+  Sequences seq;
+  Rows query;
+  Pool k_cache;
+  Packed packed;
+  int64_t num_heads, num_kv_heads, sink_pages, recent_pages, budget;
+  double budget_fraction, coarse_keep;
+  float slack, softmax_scale;
+  GroupRule rule;
+  int64_t max_weight;
+  float* weights;        // [batch, q_len, 2, num_heads, dim]: of page_max and page_min
+  float* largest;        // [batch, q_len, num_heads]: of a head's weights
+  float* coarse_raw;     // [batch, q_len, num_heads, max_groups], null without coarse codes
+  float* coarse_scores;  // [batch, q_len, num_kv_heads, max_groups]
+  int32_t* kept;         // [batch, q_len, num_kv_heads, max_kept] groups, ascending
+  int32_t* num_kept;     // [batch, q_len, num_kv_heads]
+  float* raw;            // [batch, q_len, num_heads, max_candidates]
+  float* scores;         // [batch, q_len, num_kv_heads, max_candidates], or null for per_head: raw is the result
+  int64_t max_groups, max_kept, max_candidates;
+
+  // Blocks that hold nothing after the token, which is at `pos`.
+  int64_t full_blocks(const Span& s) const { return (s.pos + 1) / seq.block_size; }
+  // The first page that may have a score.
+  int64_t first_page(const Span& s) const { return s.first_page > sink_pages ? s.first_page : sink_pages; }
+  // The first group that holds such a page; groups [.., full_blocks * groups) are to choose from.
+  int64_t first_group(const Span& s) const {
+    const int64_t first = first_page(s) / packed.group_pages, end = full_blocks(s) * packed.groups;
+    return first < end ? first : end;
+  }
+  // How many of `total` groups are kept: a fraction, but room enough for a choice.
+  int64_t kept_of(int64_t total, int64_t pos) const {
+    if (!packed.coarse) return total;
+    const int64_t size = packed.group_pages * seq.page_size;
+    auto groups = [&](int64_t tokens) { return (tokens + size - 1) / size; };
+    const int64_t recent = recent_pages * seq.page_size + seq.q_len - 1;
+    const int64_t least = groups(kCandidates * budget_tokens(budget, budget_fraction, pos + 1)) + groups(recent) + 2;
+    const double share = coarse_keep * static_cast<double>(total);
+    int64_t kept = static_cast<int64_t>(share);
+    kept += static_cast<double>(kept) < share;
+    kept = kept > least ? kept : least;
+    return kept < total ? kept : total;
+  }
+  int64_t candidates(const Span& s, int64_t unit) const {
+    const int64_t open = s.scored_end - full_blocks(s) * packed.pages;
+    return num_kept[unit] * packed.group_pages + (open > 0 ? open : 0);
+  }
+};
+
 struct SelectParams {
   Sequences seq;
-  const float* scores;  // [batch, q_len, sel_heads, max_pages]
+  const float* scores;  // [batch, q_len, sel_heads, max_pages], or of candidates
   int32_t* page_idx;    // [batch, q_len, sel_heads, max_selected]
   int32_t* counts;      // [batch, q_len, sel_heads]
   int64_t sel_heads, max_selected;
   int64_t budget;          // tokens
   double budget_fraction;  // of the context; 0 = none
   int64_t sink_pages, recent_pages;
+  const PackedScoreParams* packed;  // whose candidates the scores are of, or null: scores are of pages
 
   // Whether a token reads every visible page, which needs no scores.
   bool reads_all(const Span& s) const { return budget_tokens(s) >= s.pos + 1 - s.first_token; }
-  int64_t budget_tokens(const Span& s) const {
-    if (budget_fraction <= 0) return budget;
-    const double tokens = budget_fraction * static_cast<double>(s.pos + 1);
-    const int64_t whole = static_cast<int64_t>(tokens);
-    return static_cast<double>(whole) < tokens ? whole + 1 : whole;
-  }
+  int64_t budget_tokens(const Span& s) const { return quest::budget_tokens(budget, budget_fraction, s.pos + 1); }
 };
 
 struct AttendParams {

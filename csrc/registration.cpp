@@ -15,6 +15,14 @@ STABLE_TORCH_LIBRARY(quest, m) {
       "score(Tensor query, Tensor page_min, Tensor page_max, Tensor block_table, Tensor seq_lens, SymInt page_size, "
       "float softmax_scale, float slack, str group_rule, SymInt window=-1, bool check=True) -> Tensor");
   m.def(
+      "pack(Tensor k_cache, Tensor(a!) packed, Tensor block_table, Tensor seq_lens, Tensor num_new, SymInt page_size, "
+      "SymInt coarse_size, int bits, SymInt sink_pages, bool check=True) -> ()");
+  m.def(
+      "score_packed(Tensor query, Tensor k_cache, Tensor packed, Tensor block_table, Tensor seq_lens, "
+      "SymInt page_size, SymInt coarse_size, int bits, float coarse_keep, SymInt budget, float budget_fraction, "
+      "SymInt sink_pages, SymInt recent_pages, float softmax_scale, float slack, str group_rule, SymInt window=-1, "
+      "bool check=True) -> Tensor");
+  m.def(
       "select(Tensor scores, Tensor seq_lens, SymInt page_size, SymInt budget, float budget_fraction, "
       "SymInt sink_pages, SymInt recent_pages, SymInt window, SymInt max_selected, bool check=True) "
       "-> (Tensor, Tensor)");
@@ -29,6 +37,13 @@ STABLE_TORCH_LIBRARY(quest, m) {
       "float softmax_scale, SymInt budget, float budget_fraction, SymInt sink_pages, SymInt recent_pages, "
       "SymInt max_selected, float slack, str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, "
       "bool check=True) -> (Tensor, Tensor)");
+  m.def(
+      "decode_packed(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor(c!) packed, Tensor block_table, Tensor seq_lens, Tensor slot_mapping, SymInt page_size, "
+      "SymInt coarse_size, int bits, float coarse_keep, bool dense, float softmax_scale, SymInt budget, "
+      "float budget_fraction, SymInt sink_pages, SymInt recent_pages, SymInt max_selected, float slack, "
+      "str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, bool check=True) "
+      "-> (Tensor, Tensor)");
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("use_isa(str name) -> ()");
@@ -40,10 +55,13 @@ STABLE_TORCH_LIBRARY_IMPL(quest, CPU, m) {
   m.impl("append", TORCH_BOX(&quest::append));
   m.impl("summarise", TORCH_BOX(&quest::summarise));
   m.impl("score", TORCH_BOX(&quest::score));
+  m.impl("pack", TORCH_BOX(&quest::pack));
+  m.impl("score_packed", TORCH_BOX(&quest::score_packed));
   m.impl("select", TORCH_BOX(&quest::select));
   m.impl("attend", TORCH_BOX(&quest::attend));
   m.impl("merge", TORCH_BOX(&quest::merge));
   m.impl("decode", TORCH_BOX(&quest::decode));
+  m.impl("decode_packed", TORCH_BOX(&quest::decode_packed));
 }
 
 static std::string version() { return QUEST_VERSION; }

@@ -1,50 +1,17 @@
 #include "run.h"
 
 #include <algorithm>
-#include <atomic>
-#include <thread>
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "step.h"
 
 namespace quest {
 
 using cpu::kernels;
 
-constexpr int64_t kPagesPerChunk = 48;      // scored by one task, at least
-constexpr int64_t kTokensPerSplit = 256;    // at least, where the pages of a unit are split
-constexpr int64_t kWorthThreads = 1 << 15;  // numbers to touch; below, waking the pool costs more than it gives
-
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Run f(0) .. f(n - 1), which touch about `work` numbers in all, on torch's pool. A thread takes the next task as it
-// finishes one, so ragged tasks balance.
-template <typename F>
-static void run_tasks(int64_t n, int64_t work, const F& f) {
-  const int64_t threads = std::min<int64_t>(n, torch::stable::get_num_threads());
-  if (threads <= 1 || work < kWorthThreads) {
-    for (int64_t i = 0; i < n; i++) f(i);
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; worker++)
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) f(i);
-  });
-}
-
-// For each of n things, how many of its parts are still to be done.
-class Countdown {
- public:
-  Countdown(int64_t n, int64_t parts) : left_(n) {
-    for (auto& x : left_) x.store(parts, std::memory_order_relaxed);
-  }
-  // Count one part of thing i as done; whether it was the last, whose caller sees what all parts have written.
-  bool last(int64_t i) { return left_[i].fetch_sub(1, std::memory_order_acq_rel) == 1; }
-
- private:
-  std::vector<std::atomic<int64_t>> left_;
-};
+constexpr int64_t kPagesPerChunk = 48;    // scored by one task, at least
+constexpr int64_t kTokensPerSplit = 256;  // at least, where the pages of a unit are split
 
 void run(const AppendParams& p) {
   constexpr int64_t grain = 64;  // tokens
@@ -145,8 +112,7 @@ static int64_t most_tokens(const AttendParams& p) {
   return p.every_page ? longest : std::min(longest, p.max_selected * p.seq.page_size);
 }
 
-// Allocate out and lse, and choose the heads that are attended to together.
-static std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype) {
+std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype) {
   const Sequences& seq = p.seq;
   const int64_t group = p.num_heads / p.sel_heads;
   p.num_tiles = ceil_div(group, kTileHeads);
@@ -160,9 +126,7 @@ static std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype
   return {out, lse};
 }
 
-// Few units on many threads: split their pages, so that no thread waits long for the last one. Returns what holds the
-// partial results.
-static Tensor split(AttendParams& p) {
+Tensor split(AttendParams& p) {
   const int64_t units = p.units(), threads = torch::stable::get_num_threads();
   const int64_t wanted = threads > 1 && units > 0 ? ceil_div(4 * threads, units) : 1;
   p.num_splits = std::max<int64_t>(1, std::min(wanted, most_tokens(p) / kTokensPerSplit));
@@ -184,28 +148,13 @@ std::tuple<Tensor, Tensor> run(AttendParams& p, ScalarType out_dtype) {
   return result;
 }
 
-// Wait for another thread, which is at work.
-static void wait_for(const std::atomic<bool>& done) {
-  for (int spins = 0; !done.load(std::memory_order_acquire); spins++)
-    if (spins > 1000) std::this_thread::yield();
-}
-
-// The whole step in one parallel region. First every thread scores, then tasks are taken in order: the selection of
-// each unit (batch, token, kv head), then its attention in splits, whose last to finish combines them. A selection
-// waits for its token's scores and attention for its unit's selection, that is only ever for work which some thread has
-// begun before: with any number of threads nobody waits forever.
 std::tuple<Tensor, Tensor> run(const ScoreParams& scored, const SelectParams& selected, AttendParams& attended,
                                ScalarType out_dtype) {
   const Sequences& seq = scored.seq;
-  auto result = allocate(attended, out_dtype);
-  const Tensor partial = split(attended);
   ScoreTasks scores(scored);
-  const int64_t tokens = seq.batch * seq.q_len, units = tokens * scored.num_kv_heads;
-  const int64_t selections = attended.sel_heads / scored.num_kv_heads;  // of a unit
-  const int64_t attends = selections * attended.num_tiles;              // of a unit, each in num_splits tasks
-
-  Countdown to_score(tokens, scores.of_token()), to_attend(units * attends, attended.num_splits);
-  std::vector<std::atomic<bool>> ready(tokens), chosen(units);
+  const int64_t tokens = seq.batch * seq.q_len, workers = torch::stable::get_num_threads();
+  Countdown to_score(tokens, scores.of_token());
+  Flags ready(tokens);
 
   // A token needs no scores if it sees nothing, or reads everything.
   auto needed = [&](int64_t token) {
@@ -213,36 +162,17 @@ std::tuple<Tensor, Tensor> run(const ScoreParams& scored, const SelectParams& se
     return span.pos >= 0 && !selected.reads_all(span);
   };
   auto done = [&](int64_t token) {
-    if (to_score.last(token)) ready[token].store(true, std::memory_order_release);
+    if (to_score.last(token)) ready.set(token);
   };
-  auto select = [&](int64_t unit) {
-    const int64_t token = unit / scored.num_kv_heads;
-    wait_for(ready[token]);
-    if (needed(token) && scored.rule != GroupRule::per_head) kernels().agree(scored, unit);
-    for (int64_t s = unit * selections; s < (unit + 1) * selections; s++) kernels().select(selected, s);
-    chosen[unit].store(true, std::memory_order_release);
-  };
-  auto attend = [&](int64_t unit, int64_t part) {
-    wait_for(chosen[unit]);
-    const int64_t which = unit * attends + part / attended.num_splits;
-    kernels().attend(attended, which, part % attended.num_splits);
-    if (attended.num_splits > 1 && to_attend.last(which)) kernels().combine(attended, which);
-  };
-
-  const int64_t workers = torch::stable::get_num_threads(), selects = workers + units;
-  const int64_t parts = attends * attended.num_splits;
-  const int64_t rows =
-      units * attends * attended.tile_heads * (2 * seq.max_pages + attended.max_selected * seq.page_size);
   weigh(scored);
-  run_tasks(selects + units * parts, rows * scored.query.dim, [&](int64_t i) {
-    if (i < workers)
-      scores.work(needed, done);
-    else if (i < selects)
-      select(i - workers);
-    else
-      attend((i - selects) / parts, (i - selects) % parts);
-  });
-  return result;
+  return run_step(
+      workers, [&](int64_t) { scores.work(needed, done); },
+      [&](int64_t unit) {
+        const int64_t token = unit / scored.num_kv_heads;
+        ready.wait(token);
+        if (needed(token) && scored.rule != GroupRule::per_head) kernels().agree(scored, unit);
+      },
+      2 * seq.max_pages, selected, attended, out_dtype);
 }
 
 void run(const MergeParams& p, int64_t rows) {

@@ -8,8 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from quest import reference
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
-from quest.decode import decode
+from quest.decode import decode, decode_packed
 from quest.ops import append, attend, merge, score, select, summarise
+from quest.ops_packed import pack, score_packed
+from quest.packing import Packing, packing_of
 
 try:
     __version__ = version("quest-attention")
@@ -18,13 +20,18 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "PagedKVCache",
+    "Packing",
     "QuestConfig",
     "append",
     "attend",
     "decode",
+    "decode_packed",
     "merge",
+    "pack",
+    "packing_of",
     "reference",
     "score",
+    "score_packed",
     "select",
     "summarise",
 ]

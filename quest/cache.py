@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quest import ops
+from quest import ops, ops_packed
 from quest.blocks import BlockAllocator, BlockTable
 from quest.config import QuestConfig
-from quest.decode import decode, op_settings
+from quest.decode import decode, decode_packed, op_settings
+from quest.packing import MAX_KEY
 from quest.pools import Pools
 
 
@@ -44,7 +45,8 @@ class PagedKVCache:
 
     Attributes:
         k_cache, v_cache: per layer [num_blocks, num_kv_heads, block_size, head_dim], None before its first keys.
-        page_min, page_max: per layer [num_blocks, num_kv_heads, block_size / page_size, head_dim].
+        summaries: per layer page_min, page_max [num_blocks, num_kv_heads, block_size / page_size, head_dim]; with
+            `config.summary_bits` one list instead: packed, uint8 [num_blocks, num_kv_heads, num_bytes].
         block_table: [batch, max_blocks] int32, -1 where a row has no block.
         seq_lens: [batch] int32; `lengths` holds the same numbers as a list.
     """
@@ -66,10 +68,11 @@ class PagedKVCache:
         self.config = QuestConfig() if config is None else config
         self.device = torch.empty(0, device=device).device
         self._pools = Pools(num_layers, self.config, self.device)
-        self.k_cache, self.v_cache, self.page_min, self.page_max = self._pools.kinds
+        self.k_cache, self.v_cache, self.summaries = self._pools.k_cache, self._pools.v_cache, self._pools.summaries
         self.lengths: list[int] = [0] * batch_size
         self._blocks = BlockAllocator(num_blocks)
         self._table = BlockTable(batch_size, self.config.block_size, self._blocks, self.device)
+        self._op = "decode" if self._pools.packing is None else "decode_packed"
         self._counts: tuple[list[int], Tensor] = [], self._int32([])  # what the last step added, to use it again
         self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {}  # see `decode`
         self._version = 0
@@ -130,9 +133,11 @@ class PagedKVCache:
     def append(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         """Store a layer's new keys and values [batch, q_len, num_kv_heads, head_dim] and summarise their pages."""
         self._check_step("append", layer, key, value, step)
-        k_cache, v_cache, page_min, page_max = self._pools.layer(layer, key, value, self.num_blocks)
+        if self._pools.packing is not None and not bool((key.abs() <= MAX_KEY).all()):
+            raise ValueError(f"append: key must be finite and at most {MAX_KEY:g} where summaries are packed")
+        k_cache, v_cache, *_ = self._pools.layer(layer, key, value, self.num_blocks)
         ops.append(key, value, k_cache, v_cache, step.slot_mapping, check=False)
-        ops.summarise(k_cache, page_min, page_max, step.block_table, step.seq_lens, step.num_new, check=False)
+        self._summarise(layer, step.block_table, step.seq_lens, step.num_new)
 
     def decode(
         self,
@@ -160,13 +165,13 @@ class PagedKVCache:
             pools, settings = self._quick[like]
             if usual and step.version == self._version and not torch.is_grad_enabled():
                 tail = step.block_table, step.seq_lens, step.slot_mapping
-                return torch.ops.quest.decode.default(query, key, value, *pools, *tail, *settings)
+                return getattr(torch.ops.quest, self._op).default(query, key, value, *pools, *tail, *settings)
         except Exception:
             pass
 
         self._check_step("decode", layer, key, value, step)
         pools = self._pools.layer(layer, key, value, self.num_blocks)
-        out, lse = decode(
+        out, lse = (decode if self._pools.packing is None else decode_packed)(
             query,
             key,
             value,
@@ -184,10 +189,8 @@ class PagedKVCache:
             backend=backend,
         )
         if usual and self.device.type == "cpu" and query.dim() == 4:
-            setting, options = self.config.layer(layer), (softmax_scale, softcap, None, window)
-            settings = op_settings(
-                query, pools[2], step.block_table, setting, self.config.page_size, *options, check=False
-            )
+            options = softmax_scale, softcap, None, window
+            settings = op_settings(query, step.block_table, self.config, layer, *options, check=False)
             self._quick[like] = pools, settings
         return out, lse
 
@@ -202,7 +205,7 @@ class PagedKVCache:
         window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What `decode` does after its append: queries of the last q_len tokens, which the layer has stored already."""
-        k_cache, v_cache, _, _ = self._stored("attend", layer)
+        k_cache, v_cache, *_ = self._stored("attend", layer)
         place = (*query.shape[:2], k_cache.shape[1])
         key, value = (pool.new_empty(*place, pool.shape[3]) for pool in (k_cache, v_cache))
         nothing = torch.full(query.shape[:2], -1, dtype=torch.int64, device=self.device)
@@ -220,9 +223,12 @@ class PagedKVCache:
             raise ValueError(f"crop: lengths must be one per row ({self.batch_size}), got {len(ends)}")
         for row, end in enumerate(ends):
             _check_int("crop", f"lengths[{row}]", end, 0, self.lengths[row])
-        # A page that loses some of its tokens is summarised again, so its block is written.
-        page_size = self.config.page_size
-        redo = [int(end < old and end % page_size != 0) for end, old in zip(ends, self.lengths, strict=True)]
+        # A page that loses some of its tokens is summarised again, so its block is written. A block that is no longer
+        # full needs no codes.
+        page_size, packed = self.config.page_size, self._pools.packing is not None
+        redo = [
+            int(end < old and end % page_size != 0 and not packed) for end, old in zip(ends, self.lengths, strict=True)
+        ]
         shared = self._table.shared((end - again, end) for end, again in zip(ends, redo, strict=True))
         self._reserve(len(shared))
 
@@ -233,9 +239,9 @@ class PagedKVCache:
         self._refresh()
         if any(redo):
             num_new = self._int32(redo)
-            for k_cache, low, high in zip(self.k_cache, self.page_min, self.page_max, strict=True):
-                if k_cache is not None and low is not None and high is not None:
-                    ops.summarise(k_cache, low, high, self.block_table, self.seq_lens, num_new, check=False)
+            for layer in range(self.num_layers):
+                if self.k_cache[layer] is not None:
+                    self._summarise(layer, self.block_table, self.seq_lens, num_new)
 
     def fork(self, indices: Sequence[int] | Tensor) -> None:
         """Make row i a copy of the old row `indices[i]`: selects, reorders, repeats. Rows share their blocks until
@@ -265,7 +271,7 @@ class PagedKVCache:
 
     def dense(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as [batch, num_kv_heads, max(lengths), head_dim], zero beyond a row's length."""
-        k_cache, v_cache, _, _ = self._stored("dense", layer)
+        k_cache, v_cache, *_ = self._stored("dense", layer)
         return self._dense(k_cache), self._dense(v_cache)
 
     @torch.inference_mode(False)
@@ -332,12 +338,20 @@ class PagedKVCache:
     def _int32(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
-    def _stored(self, op: str, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _summarise(self, layer: int, block_table: Tensor, seq_lens: Tensor, num_new: Tensor) -> None:
+        k_cache, _, *summaries = self._stored("summarise", layer)
+        rows = k_cache, *summaries, block_table, seq_lens, num_new
+        if (packing := self._pools.packing) is None:
+            ops.summarise(*rows, check=False)
+        else:
+            sink_tokens = self.config.layer(layer).sink_tokens
+            ops_packed.pack(*rows, packing=packing, sink_tokens=sink_tokens, check=False)
+
+    def _stored(self, op: str, layer: int) -> tuple[Tensor, ...]:
         _check_int(op, "layer", layer, 0, self.num_layers - 1)
-        k_cache, v_cache, low, high = (pools[layer] for pools in self._pools.kinds)
-        if k_cache is None or v_cache is None or low is None or high is None:
+        if (pools := self._pools.stored(layer)) is None:
             raise ValueError(f"{op}: layer must have stored keys, got layer {layer}, which has none yet")
-        return k_cache, v_cache, low, high
+        return pools
 
     def _dense(self, pool: Tensor) -> Tensor:
         return self._pools.gather(pool, self.block_table, self.seq_lens, max(self.lengths))

@@ -10,6 +10,8 @@ from typing import Any
 
 GROUP_RULES = ("softmax", "relative", "per_head")
 MAX_PAGE_SIZE = 1024
+SUMMARY_BITS = (8, 4, 2)
+COARSE_PAGES = (4, 8, 16)  # pages that a coarse page may hold
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class LayerConfig:
     recent_tokens: int
     slack: float
     group_rule: str
+    coarse_keep: float
 
 
 OVERRIDES = tuple(f.name for f in dataclasses.fields(LayerConfig))
@@ -33,7 +36,8 @@ class QuestConfig:
 
     Args:
         page_size: tokens per page, the unit that is summarised, scored and read.
-        block_size: tokens per block, the unit that is allocated; a multiple of `page_size`, which it equals if None.
+        block_size: tokens per block, the unit that is allocated; a multiple of `page_size`. If None it is `page_size`,
+            and 16 pages (16 coarse ones if there are any) with `summary_bits`.
         budget: tokens read per KV head and step, forced pages included: a number of tokens (int), or a fraction of
             the context (float in (0, 1]). A budget at or above the context length is exactly dense attention.
         sink_tokens: oldest tokens that are always read, rounded up to pages.
@@ -45,6 +49,12 @@ class QuestConfig:
         group_rule: how the query heads that share a KV head agree on pages. "softmax": mean over the heads of the
             softmax of their page scores; "relative": maximum over the heads of the score minus the head's best;
             "per_head": no agreement, each query head reads its own pages (the paper's; reads up to group times more).
+        summary_bits: None keeps a page's minimum and maximum in K's dtype. 8, 4 or 2 keeps a full block's as codes of so
+            many bits between bounds that the block's pages share, rounded outward: see `quest.packing`. Keys must then
+            be finite.
+        coarse_size: with `summary_bits`, tokens of a coarse page, 4, 8 or 16 pages; None = one level only. Coarse pages
+            are scored first, and only the pages of the best of them are scored themselves.
+        coarse_keep: fraction of the coarse pages whose pages are scored; at least twice the budget's.
         layers: overrides by layer index, e.g. `{3: {"budget": 2048}, 7: {"dense": True}}`.
 
     Raises:
@@ -59,6 +69,9 @@ class QuestConfig:
     dense_layers: tuple[int, ...] = ()
     slack: float = 0.4
     group_rule: str = "relative"
+    summary_bits: int | None = None
+    coarse_size: int | None = None
+    coarse_keep: float = 0.25
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -77,13 +90,13 @@ class QuestConfig:
 
     def __post_init__(self) -> None:
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
+        self._check_summaries()
         if self.block_size is None:
-            object.__setattr__(self, "block_size", self.page_size)
+            object.__setattr__(self, "block_size", self._default_block_size())
         _check_int("block_size", self.block_size, 1, 1 << 20)
-        if self.block_size % self.page_size:
-            raise ValueError(
-                f"QuestConfig: block_size must be a multiple of page_size ({self.page_size}), got {self.block_size}"
-            )
+        unit, name = self._block_unit()
+        if self.block_size % unit:
+            raise ValueError(f"QuestConfig: block_size must be a multiple of {name} ({unit}), got {self.block_size}")
         if isinstance(self.dense_layers, str) or not isinstance(self.dense_layers, Iterable):
             raise TypeError(f"QuestConfig: dense_layers must be a sequence of ints, got {self.dense_layers!r}")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -96,7 +109,15 @@ class QuestConfig:
             if not isinstance(override, Mapping):
                 raise TypeError(f"QuestConfig: layers[{i}] must be a mapping of settings, got {override!r}")
         object.__setattr__(self, "layers", {i: dict(override) for i, override in self.layers.items()})
-        plain = LayerConfig(False, self.budget, self.sink_tokens, self.recent_tokens, self.slack, self.group_rule)
+        plain = LayerConfig(
+            False,
+            self.budget,
+            self.sink_tokens,
+            self.recent_tokens,
+            self.slack,
+            self.group_rule,
+            self.coarse_keep,
+        )
         resolved = {i: dataclasses.replace(plain, dense=True) for i in self.dense_layers}
         for i, override in self.layers.items():
             if unknown := set(override) - set(OVERRIDES):
@@ -109,16 +130,47 @@ class QuestConfig:
         object.__setattr__(self, "_plain", plain)
         object.__setattr__(self, "_resolved", resolved)
 
+    def _check_summaries(self) -> None:
+        if self.summary_bits is not None and self.summary_bits not in SUMMARY_BITS:
+            raise ValueError(
+                f"QuestConfig: summary_bits must be None, {', '.join(map(str, SUMMARY_BITS))}, got {self.summary_bits!r}"
+            )
+        if self.coarse_size is None:
+            return
+        _check_int("coarse_size", self.coarse_size, 1, 1 << 20)
+        if self.summary_bits is None:
+            raise ValueError(
+                f"QuestConfig: coarse_size needs summary_bits (summaries in K's dtype have one level), "
+                f"got coarse_size {self.coarse_size} and summary_bits None"
+            )
+        allowed = [pages * self.page_size for pages in COARSE_PAGES]
+        if self.coarse_size not in allowed:
+            raise ValueError(
+                f"QuestConfig: coarse_size must be {COARSE_PAGES[0]}, {COARSE_PAGES[1]} or {COARSE_PAGES[2]} pages "
+                f"({', '.join(map(str, allowed))} tokens), got {self.coarse_size}"
+            )
+
+    def _block_unit(self) -> tuple[int, str]:
+        """What a block must be a multiple of."""
+        if self.summary_bits is None:
+            return self.page_size, "page_size"
+        if self.coarse_size is None:
+            return 4 * self.page_size, "4 pages"
+        return 4 * self.coarse_size, "4 coarse pages"
+
+    def _default_block_size(self) -> int:
+        return self.page_size if self.summary_bits is None else 16 * (self.coarse_size or self.page_size)
+
     def __hash__(self) -> int:
-        return hash((self._plain, tuple(sorted(self._resolved.items()))))  # type: ignore[attr-defined]
+        return hash((self._plain, self.summary_bits, tuple(sorted(self._resolved.items()))))  # type: ignore[attr-defined]
 
     def layer(self, layer_idx: int) -> LayerConfig:
         """The settings of one layer, its overrides applied."""
         return self._resolved.get(layer_idx, self._plain)  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> QuestConfig:
-        """A copy with some settings changed; a `block_size` that equalled `page_size` follows it."""
-        if "page_size" in changes and "block_size" not in changes and self.block_size == self.page_size:
+        """A copy with some settings changed; a `block_size` that was the default stays the default."""
+        if "block_size" not in changes and self.block_size == self._default_block_size():
             changes["block_size"] = None
         return dataclasses.replace(self, **changes)
 
@@ -153,6 +205,10 @@ def check_layer(layer: LayerConfig, page_size: int, op: str = "QuestConfig") -> 
         raise TypeError(f"{op}: slack must be a number, got {layer.slack!r}")
     if not 0.0 <= layer.slack <= 1.0:
         raise ValueError(f"{op}: slack must be in [0, 1], got {layer.slack}")
+    if isinstance(layer.coarse_keep, bool) or not isinstance(layer.coarse_keep, (int, float)):
+        raise TypeError(f"{op}: coarse_keep must be a number, got {layer.coarse_keep!r}")
+    if not 0.0 < layer.coarse_keep <= 1.0:
+        raise ValueError(f"{op}: coarse_keep must be in (0, 1], got {layer.coarse_keep}")
     check_budget(layer.budget, layer.sink_tokens, layer.recent_tokens, page_size, op)
 
 

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quest import backends, ops, reference
+from quest import backends, ops, ops_packed, reference, reference_packed
 from quest.checks import FLOATS, MAX_NUMBER, Args, check_values
 from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
+from quest.packing import Packing, packing_of
 
 _IS_CPU, _REQUIRES_GRAD = attrgetter("is_cpu"), attrgetter("requires_grad")
 
@@ -75,41 +76,86 @@ def decode(
         out [batch, q_len, num_heads, v_head_dim] in the query's dtype, lse float32 [batch, q_len, num_heads].
     """
     tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
-    options = _Options(softmax_scale, softcap, sinks, window)
+    return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend)
+
+
+def decode_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    packed: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    config: QuestConfig,
+    layer_idx: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    check: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`decode` for a cache with packed summaries: `pack` and `score_packed` take the places of `summarise` and `score`.
+
+    Args:
+        key: finite, at most 1e38 in size, whatever `check` says.
+        packed: uint8 [num_blocks, num_kv_heads, num_bytes] as `config.summary_bits`, `page_size`, `coarse_size` and
+            `block_size` ask for (`quest.packing`), written in place.
+
+    The other arguments and what comes back are those of `decode`.
+    """
+    tensors = (query, key, value, k_cache, v_cache, packed, block_table, seq_lens, slot_mapping)
+    return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend)
+
+
+def _decode(
+    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options, check: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Ten tensors with page_min and page_max, nine with packed summaries."""
+    given, query = tensors, tensors[0]
     try:
         chosen = backends.choose(backend, query.device)
         if chosen != "cpu" or not _as_usual(tensors, config, layer_idx, options):
             _check(tensors, config, layer_idx, options)
         if query.dim() == 3:
-            tensors = (query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), *tensors[3:])
+            tensors = (*(x.unsqueeze(1) for x in tensors[:3]), *tensors[3:])
         if chosen == "cpu":
-            out, lse = _fused(tensors, config.layer(layer_idx), config.page_size, options, check)
+            out, lse = _fused(tensors, config, layer_idx, options, check)
         else:
             if check and not torch.compiler.is_compiling():
-                check_values("decode", k_cache, block_table, seq_lens, slot_mapping)
+                check_values(_name(tensors), tensors[3], *tensors[-3:])
             if chosen == "reference":
-                out, lse = reference.decode(*tensors, config=config, layer_idx=layer_idx, **options._asdict())
+                spec = reference.decode if len(tensors) == 10 else reference_packed.decode_packed
+                out, lse = spec(*tensors, config=config, layer_idx=layer_idx, **options._asdict())
             else:
-                out, lse = _verbs(tensors, config.layer(layer_idx), config.page_size, options, check)
+                out, lse = _verbs(tensors, config, layer_idx, options, check)
     except Exception:
         # The op has looked before it wrote. What is wrong with an argument, the checks say better.
-        _check((query, key, value, *tensors[3:]), config, layer_idx, options)
+        _check(given, config, layer_idx, options)
         raise
     return (out.squeeze(1), lse.squeeze(1)) if query.dim() == 3 else (out, lse)
+
+
+def _name(tensors: tuple[Tensor, ...]) -> str:
+    return "decode" if len(tensors) == 10 else "decode_packed"
 
 
 def _as_usual(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options) -> bool:
     """A glance at what the op can't see; the checks of every call would cost as much as a short context's attention."""
     if torch.compiler.is_compiling():  # checks cost nothing then, and the op is not there to look
         return False
-    query, key, _, k_cache, _, page_min, *_, slot_mapping = tensors
+    query, key, _, k_cache, _, summary, *_, slot_mapping = tensors
     softmax_scale, softcap, sinks, window = options
     if sinks is not None:
         tensors += (sinks,)
         if sinks.shape != query.shape[-2:-1] or sinks.dtype not in FLOATS:
             return False
     return (
-        config.page_size * page_min.shape[2] == k_cache.shape[2]
+        _fits(config, k_cache, summary)
         and type(layer_idx) is int
         and layer_idx >= 0
         and (softmax_scale is None or (type(softmax_scale) is float and 0 < softmax_scale <= MAX_NUMBER))
@@ -121,79 +167,107 @@ def _as_usual(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, 
     )
 
 
+def _fits(config: QuestConfig, k_cache: Tensor, summary: Tensor) -> bool:
+    """Whether summaries (page_min or packed ones) are as the config says; of what sizes, the op looks."""
+    if summary.dtype == torch.uint8:
+        return config.summary_bits is not None and config.block_size == k_cache.shape[2]
+    return config.summary_bits is None and config.page_size * summary.shape[2] == k_cache.shape[2]
+
+
 def _check(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options) -> None:
     """Raise if an argument is wrong, whatever its values are."""
-    query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping = tensors
-    args = Args("decode")
+    query, key, value, k_cache, v_cache, *summaries, block_table, seq_lens, slot_mapping = tensors
+    args = Args(_name(tensors))
     if args.tensor("query", query).dim() == 3:
         query = query.unsqueeze(1)
         key, value = (args.tensor(name, x).unsqueeze(1) for name, x in (("key", key), ("value", value)))
     args.add("query", query, ops.QUERY, FLOATS)
     ops._append_args(args, key, value, k_cache, v_cache, slot_mapping)
     args.heads()
-    ops._summary_args(args, page_min, page_max, k_cache)
+    if not isinstance(config, QuestConfig):
+        args.fail("config", "must be a QuestConfig", type(config).__name__, TypeError)
+    packing = packing_of(config)
+    if len(summaries) == 1:
+        if packing is None:
+            args.fail("config", "must have summary_bits where summaries are packed", "summary_bits None")
+        ops_packed._packed_arg(args, summaries[0], packing)
+    else:
+        if packing is not None:
+            args.fail(
+                "config", "must have summary_bits None where summaries are page_min and page_max", config.summary_bits
+            )
+        ops._summary_args(args, *summaries, k_cache)
     ops._sequence_args(args, block_table, seq_lens)
     args.positive("softmax_scale", options.softmax_scale)
     args.positive("softcap", options.softcap)
     args.window(options.window)
     args.sinks(options.sinks)
-    if not isinstance(config, QuestConfig):
-        args.fail("config", "must be a QuestConfig", type(config).__name__, TypeError)
     args.at_least("layer_idx", layer_idx, 0)
-    page_size = args["block_size"] // args["pages_per_block"]
-    if config.page_size != page_size:
+    if packing is None and config.page_size != (page_size := args["block_size"] // args["pages_per_block"]):
         args.fail("config", f"must have the page_size of the summaries, {page_size}", config.page_size)
 
 
 def _verbs(
-    tensors: tuple[Tensor, ...], layer: LayerConfig, page_size: int, options: _Options, check: bool
+    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options, check: bool
 ) -> tuple[Tensor, Tensor]:
-    query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping = tensors
+    query, key, value, k_cache, v_cache, *summaries, block_table, seq_lens, slot_mapping = tensors
+    layer, packing, page_size = config.layer(layer_idx), packing_of(config), config.page_size
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
 
     q_len = query.shape[1]
     stores = slot_mapping.reshape(len(seq_lens), q_len) >= 0
     num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
-    ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
+    rows = k_cache, *summaries, block_table, seq_lens
+    if packing is None:
+        ops.summarise(*rows, num_new, check=check)
+    else:
+        ops_packed.pack(*rows, num_new, packing=packing, sink_tokens=layer.sink_tokens, check=check)
 
     softmax_scale, softcap, sinks, window = options
-    seen: dict[str, Any] = dict(page_size=page_size, window=window, check=check)
+    seen: dict[str, Any] = dict(window=window, check=check)
     page_idx = None
     if not layer.dense:
         agree: dict[str, Any] = dict(softmax_scale=softmax_scale, slack=layer.slack, group_rule=layer.group_rule)
-        scores = ops.score(query, page_min, page_max, block_table, seq_lens, **agree, **seen)
-
         forced: dict[str, Any] = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
-        page_idx, _ = ops.select(scores, seq_lens, budget=layer.budget, **forced, **seen)
+        forced["budget"] = layer.budget
+        if packing is None:
+            scores = ops.score(query, *rows[1:], page_size=page_size, **agree, **seen)
+        else:
+            agree |= dict(packing=packing, coarse_keep=layer.coarse_keep)
+            scores = ops_packed.score_packed(query, *rows, **agree, **forced, **seen)
+
+        page_idx, _ = ops.select(scores, seq_lens, page_size=page_size, **forced, **seen)
 
     logits: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
-    return ops.attend(query, k_cache, v_cache, block_table, seq_lens, page_idx, **logits, **seen)
+    return ops.attend(query, k_cache, v_cache, block_table, seq_lens, page_idx, page_size=page_size, **logits, **seen)
 
 
 def _fused(
-    tensors: tuple[Tensor, ...], layer: LayerConfig, page_size: int, options: _Options, check: bool
+    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options, check: bool
 ) -> tuple[Tensor, Tensor]:
-    query, page_min, block_table, slot_mapping = tensors[0], tensors[5], tensors[7], tensors[9]
-    settings = op_settings(query, page_min, block_table, layer, page_size, *options, check)
-    return torch.ops.quest.decode.default(*tensors[:-1], slot_mapping.contiguous(), *settings)
+    settings = op_settings(tensors[0], tensors[-3], config, layer_idx, *options, check)
+    op = torch.ops.quest.decode if len(tensors) == 10 else torch.ops.quest.decode_packed
+    return op.default(*tensors[:-1], tensors[-1].contiguous(), *settings)
 
 
 def op_settings(
     query: Tensor,
-    page_min: Tensor,
     block_table: Tensor,
-    layer: LayerConfig,
-    page_size: int,
+    config: QuestConfig,
+    layer_idx: int,
     softmax_scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
     window: int | None,
     check: bool,
 ) -> tuple[Any, ...]:
-    """What `torch.ops.quest.decode` takes after its ten tensors; of those given here only the shapes matter."""
-    max_pages = block_table.shape[1] * page_min.shape[2]
+    """What `torch.ops.quest.decode` or `decode_packed` takes after its tensors; of those given only shapes matter."""
+    layer, packing, page_size = config.layer(layer_idx), packing_of(config), config.page_size
+    max_pages = block_table.shape[1] * (config.block_size // page_size)
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
+    summaries = () if packing is None else (*ops_packed._settings(packing), float(layer.coarse_keep))
     return (
+        *summaries,
         layer.dense,
         ops._scale(softmax_scale, query),
         *ops.split_budget(layer.budget),

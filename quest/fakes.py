@@ -33,6 +33,23 @@ def _score(
     return query.new_empty((batch, q_len, heads, max_pages), dtype=torch.float32)
 
 
+def _score_packed(
+    query: Tensor,
+    k_cache: Tensor,
+    packed: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    page_size: int,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
+    batch, q_len, num_heads, _ = query.shape
+    group_rule = options.get("group_rule") or rest[9]
+    heads = num_heads if group_rule == "per_head" else k_cache.shape[1]
+    max_pages = block_table.shape[1] * (k_cache.shape[2] // page_size)
+    return query.new_empty((batch, q_len, heads, max_pages), dtype=torch.float32)
+
+
 def _select(
     scores: Tensor,
     seq_lens: Tensor,
@@ -67,11 +84,14 @@ def _decode(
 _FAKES: dict[str, Callable[..., Any]] = {
     "append": _nothing,
     "summarise": _nothing,
+    "pack": _nothing,
     "score": _score,
+    "score_packed": _score_packed,
     "select": _select,
     "attend": _attend,
     "merge": _merge,
     "decode": _decode,
+    "decode_packed": _decode,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"quest::{_name}", _fake)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quest.config import QuestConfig
+from quest.packing import packing_of
 
 MEMORY_PAGE = 4096  # bytes
 
@@ -26,7 +27,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 
 
 class Pools:
-    """K, V, page_min and page_max of every layer, each with its blocks as first dimension.
+    """K, V and the summaries (page_min and page_max, or packed) of every layer, their blocks as first dimension.
 
     Layers may differ in heads, widths and dtype. Blocks nobody has written yet hold whatever the memory held.
     """
@@ -36,29 +37,38 @@ class Pools:
         self.device = device
         self.k_cache: list[Tensor | None] = [None] * num_layers
         self.v_cache: list[Tensor | None] = [None] * num_layers
-        self.page_min: list[Tensor | None] = [None] * num_layers
-        self.page_max: list[Tensor | None] = [None] * num_layers
+        self.packing = packing_of(config)
+        self.summaries: tuple[list[Tensor | None], ...] = tuple(
+            [None] * num_layers for _ in range(2 if self.packing is None else 1)
+        )
 
     @property
     def kinds(self) -> tuple[list[Tensor | None], ...]:
-        return self.k_cache, self.v_cache, self.page_min, self.page_max
+        return self.k_cache, self.v_cache, *self.summaries
 
-    def layer(self, layer: int, key: Tensor, value: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def stored(self, layer: int) -> tuple[Tensor, ...] | None:
+        """The tensors of one layer, None before its first keys."""
+        pools = tuple(pool for kind in self.kinds if (pool := kind[layer]) is not None)
+        return pools or None
+
+    def layer(self, layer: int, key: Tensor, value: Tensor, num_blocks: int) -> tuple[Tensor, ...]:
         """The tensors of one layer, made to fit `key` and `value` [batch, q_len, num_kv_heads, head_dim] if new."""
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        low, high = self.page_min[layer], self.page_max[layer]
-        if k_cache is None or v_cache is None or low is None or high is None:
+        if (pools := self.stored(layer)) is None:
             self.create(layer, key.shape[2], key.shape[3], value.shape[3], key.dtype, num_blocks)
             return self.layer(layer, key, value, num_blocks)
-        return k_cache, v_cache, low, high
+        return pools
 
     @torch.inference_mode(False)  # pools outlive the mode they are made in, and are written outside it
     def create(
         self, layer: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, num_blocks: int
     ) -> None:
         block_size, pages = self.config.block_size, self.config.block_size // self.config.page_size
-        shapes = ((block_size, head_dim), (block_size, v_head_dim), (pages, head_dim), (pages, head_dim))
+        shapes = [(block_size, head_dim), (block_size, v_head_dim)]
+        if self.packing is None:
+            shapes += [(pages, head_dim), (pages, head_dim)]
         made = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes]
+        if self.packing is not None:
+            made.append(empty((num_blocks, num_kv_heads, self.packing.num_bytes(head_dim)), torch.uint8, self.device))
         for pools, pool in zip(self.kinds, made, strict=True):
             pools[layer] = pool
 

@@ -95,7 +95,7 @@ class Plain:
             if cache.k_cache[layer] is None:
                 continue
             dense_k, dense_v = cache.dense(layer)
-            low, high = cache.page_min[layer], cache.page_max[layer]
+            low, high = (kind[layer] for kind in cache.summaries)
             for b, row in enumerate(rows):
                 keys = torch.stack([k for k, _ in row], 1) if row else torch.zeros(HEADS, 0, DIM)
                 values = torch.stack([v for _, v in row], 1) if row else torch.zeros(HEADS, 0, V_DIM)

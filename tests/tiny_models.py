@@ -132,8 +132,8 @@ def check_summaries(paged: Any) -> None:
                 block_id = int(paged.block_table[row, first // block])
                 keys = k_cache[block_id, :, first % block : first % block + min(page, length - first)]
                 at = first % block // page
-                assert torch.equal(paged.page_min[layer][block_id, :, at], keys.amin(1))
-                assert torch.equal(paged.page_max[layer][block_id, :, at], keys.amax(1))
+                assert torch.equal(paged.summaries[0][layer][block_id, :, at], keys.amin(1))
+                assert torch.equal(paged.summaries[1][layer][block_id, :, at], keys.amax(1))
 
 
 def states(batch: int, q_len: int, seed: int = 0, heads: int = 2, dim: int = 8) -> list[Tensor]:

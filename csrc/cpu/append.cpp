@@ -12,6 +12,18 @@ static void write(const Rows& rows, const Pool& pool, int64_t b, int64_t t, int6
     memcpy(to + h * pool.stride_head * size, from + h * rows.stride_head * size, pool.dim * size);
 }
 
+bool finite(const Rows& rows, int64_t b, int64_t t, int64_t head) {
+  bool ok = true;
+  by_dtype(rows.dtype, [&](auto* type) {
+    auto* x = static_cast<decltype(type)>(rows.at(b, t, head));
+    for (int64_t d = 0; d < rows.dim; d++) {
+      const float value = to_float(x[d]);
+      ok &= value <= 1e38f && value >= -1e38f;
+    }
+  });
+  return ok;
+}
+
 void append(const AppendParams& p, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; i++) {
     const int64_t slot = p.slots[i];

@@ -53,7 +53,7 @@ struct Usable {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #if defined(QUEST_HAVE_AVX512_BF16)
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) add(avx512_bf16::table);
+    if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) add(avx512_bf16::table);
 #endif
     if (avx512) add(avx512::table);
 #endif

@@ -1,4 +1,5 @@
 // score: query x summaries, and the group rule that makes one score of a group's.
+#include "cpu/agree.h"
 #include "cpu/tables.h"
 #include "cpu/tiles.h"
 
@@ -144,58 +145,17 @@ void score(const ScoreParams& p, const ScoreTask& task, const ScoreTask& next) {
   by_dtype(p.page_max.dtype, [&](auto* type) { score_pages(type, p, task.token, v, then); });
 }
 
-// Softmax rule: mean over heads of exp(scale (s - best)) / sum. Relative rule: max over heads of s - best. Equal
-// infinities have a gap of 0; NaN takes no part in a head's best or sum and makes the page's score NaN.
 void agree(const ScoreParams& p, int64_t unit) {
   const Sequences& seq = p.seq;
   const int64_t kv_head = unit % p.num_kv_heads, t = unit / p.num_kv_heads % seq.q_len;
   const int64_t b = unit / p.num_kv_heads / seq.q_len, group = p.num_heads / p.num_kv_heads;
   const Span span = seq.span(b, t);
-  const int64_t begin = span.first_page, end = span.pos < 0 ? 0 : span.scored_end;
-  const float* raw = p.raw + ((b * seq.q_len + t) * p.num_heads + kv_head * group) * seq.max_pages;
+  const int64_t begin = span.first_page, end = span.pos < 0 ? begin : span.scored_end;
   float* to = p.scores + unit * seq.max_pages;
-  const bool softmax = p.rule == GroupRule::softmax;
-
-  for (int64_t i = 0; i < seq.max_pages; i++) to[i] = i >= begin && i < end && softmax ? 0.0f : -kInf;
-  for (int64_t h = 0; h < group; h++) {
-    const float* s = raw + h * seq.max_pages;
-    // Call f(scores, have) for every vector of pages and put what it returns. The last, partial one is padded with NaN,
-    // which no sum counts.
-    auto each = [&](auto f) {
-      int64_t i = begin;
-      for (; i + W <= end; i += W) store(to + i, f(load(s + i), load(to + i)));
-      if (i >= end) return;
-      const Vec nan = splat(__builtin_nanf(""));
-      float x[W], have[W];
-      store(x, nan);
-      store(have, nan);
-      memcpy(x, s + i, (end - i) * sizeof(float));
-      memcpy(have, to + i, (end - i) * sizeof(float));
-      store(have, f(load(x), load(have)));
-      memcpy(to + i, have, (end - i) * sizeof(float));
-    };
-    Vec tops = splat(-kInf), total{};
-    each([&](Vec x, Vec have) {
-      tops = max_known(tops, x);
-      return have;
-    });
-    const float best = largest(tops);
-    auto gap = [&](Vec x) { return x == best ? Vec{} : x - best; };
-    if (softmax) {
-      each([&](Vec x, Vec have) {
-        const Vec e = exp(gap(x) * p.softmax_scale);
-        total += e == e ? e : Vec{};
-        return have;
-      });
-      const float all = sum(total), weight = 1.0f / (group * (all > 1e-38f ? all : 1e-38f));
-      each([&](Vec x, Vec have) { return have + exp(gap(x) * p.softmax_scale) * weight; });
-    } else {
-      each([&](Vec x, Vec have) {
-        const Vec g = gap(x);
-        return ((g > have) | (g != g)) ? g : have;
-      });
-    }
-  }
+  for (int64_t i = 0; i < seq.max_pages; i++)
+    if (i < begin || i >= end) to[i] = -kInf;
+  const float* raw = p.raw + ((b * seq.q_len + t) * p.num_heads + kv_head * group) * seq.max_pages;
+  agree_heads(raw, seq.max_pages, group, begin, end, p.rule == GroupRule::softmax, p.softmax_scale, to);
 }
 
 }  // namespace quest::cpu::QUEST_ISA

@@ -1,38 +1,52 @@
 // select: forced pages and the best others under the budget, ascending. Exact and linear in the pages.
+#include "cpu/best.h"
 #include "cpu/tables.h"
 
 namespace quest::cpu::QUEST_ISA {
 
-// How many of n scores a comparison holds for.
-template <typename F>
-static int64_t count_where(const float* scores, int64_t n, const F& held) {
-  IVec counts{};
-  int64_t i = 0;
-  for (; i + W <= n; i += W) counts -= held(load(scores + i));
-  int64_t total = 0;
-  for (int lane = 0; lane < W; lane++) total += counts[lane];
-  if (i < n) total += __builtin_popcount(bits_of(held(load_n(scores + i, n - i))) & ((1u << (n - i)) - 1));
-  return total;
-}
-
-// The place of a float among all floats as an integer in offset binary, and back.
-static float float_at(uint32_t place) { return bits_to_float(place & 0x80000000u ? place & 0x7fffffffu : ~place); }
-
-// The score from which on the k > 0 best are, found bit by bit: the largest that k of n scores reach. At least k are
-// known, that is not NaN.
-static float kth_best(const float* scores, int64_t n, int64_t k) {
-  constexpr uint32_t lowest = 0x007fffff, highest = 0xff800000;  // the places of -inf and of inf
-  uint32_t found = 0;
-  for (int bit = 31; bit >= 0; bit--) {
-    const uint32_t more = found | 1u << bit;
-    if (more > highest) continue;
-    const float least = float_at(more);
-    const int64_t reach = more <= lowest ? k : count_where(scores, n, [&](Vec x) { return x >= least; });
-    if (reach >= k) found = more;
-    if (reach == k && more > lowest) break;  // exactly those
+// Where a unit's scores are: of every page, or of its candidates, which are pages of the groups it keeps and then those
+// of its open block.
+class Scored {
+ public:
+  Scored(const SelectParams& p, int64_t unit, const Span& span) : packed_(p.packed) {
+    if (!packed_) {
+      scores_ = p.scores + unit * p.seq.max_pages;
+      return;
+    }
+    const int64_t of = unit / (p.sel_heads / packed_->num_kv_heads);  // the unit of (batch, token, kv head)
+    scores_ = p.scores + unit * packed_->max_candidates;
+    kept_ = packed_->kept + of * packed_->max_kept;
+    in_groups_ = packed_->num_kept[of] * packed_->packed.group_pages;
+    open_ = packed_->full_blocks(span) * packed_->packed.pages;
+    n_ = packed_->candidates(span, of);
   }
-  return float_at(found);
-}
+  const float* at(int64_t place) const { return scores_ + place; }
+  int64_t page(int64_t place) const {
+    if (!packed_) return place;
+    if (place >= in_groups_) return open_ + place - in_groups_;
+    const int64_t size = packed_->packed.group_pages;
+    return kept_[place / size] * size + place % size;
+  }
+  // The first place whose page is at or after `page`.
+  int64_t place(int64_t page) const {
+    if (!packed_) return page;
+    int64_t low = 0, high = n_;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (this->page(middle) < page)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+
+ private:
+  const PackedScoreParams* packed_;
+  const float* scores_;
+  const int32_t* kept_ = nullptr;
+  int64_t in_groups_ = 0, open_ = 0, n_ = 0;
+};
 
 void select(const SelectParams& p, int64_t unit) {
   const Sequences& seq = p.seq;
@@ -62,22 +76,15 @@ void select(const SelectParams& p, int64_t unit) {
     } else {
       take(span.first_page, begin);
       if (room > 0) {
-        const float* scores = p.scores + unit * seq.max_pages + begin;
-        const int64_t known = count_where(scores, candidates, [](Vec x) { return x == x; });
-        const bool all_known = known <= room;  // then NaN, which ranks below -inf, fills the rest
-        const float least = all_known ? -kInf : kth_best(scores, candidates, room);
-        auto sure = [&](Vec x) { return all_known ? x == x : x > least; };
-        auto tied = [&](Vec x) { return all_known ? x != x : x == least; };
-        int64_t ties = room - count_where(scores, candidates, sure);  // so many fit, the first ones
-        for (int64_t i = 0; i < candidates; i += W) {
-          const int64_t n = candidates - i < W ? candidates - i : W;
-          const Vec x = n < W ? load_n(scores + i, n) : load(scores + i);
-          const uint32_t valid = n < W ? (1u << n) - 1 : ~0u, takes = bits_of(sure(x)) & valid;
-          for (uint32_t left = takes | (bits_of(tied(x)) & valid); left; left &= left - 1) {
-            const int lane = __builtin_ctz(left);
-            if (takes >> lane & 1 || ties-- > 0) take(begin + i + lane, begin + i + lane + 1);
-          }
-        }
+        const Scored scored(p, unit, span);
+        const int64_t first = scored.place(begin), n = scored.place(end) - first;
+        if (room >= n)
+          for (int64_t i = 0; i < n; i++) take(scored.page(first + i), scored.page(first + i) + 1);
+        else
+          take_best(scored.at(first), n, room, [&](int64_t i) {
+            const int64_t page = scored.page(first + i);
+            take(page, page + 1);
+          });
       }
       take(end, span.end_page);
     }

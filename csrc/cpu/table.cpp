@@ -6,6 +6,8 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-const Kernels table = {QUEST_NAME(QUEST_ISA), append, summarise, weigh, score, agree, select, attend, combine, merge};
+const Kernels table = {
+    QUEST_NAME(QUEST_ISA), finite, append,     summarise,  weigh,        score,  agree,  pack,    weigh_packed,
+    score_groups,          keep,   score_kept, score_open, agree_packed, select, attend, combine, merge};
 
 }  // namespace quest::cpu::QUEST_ISA

@@ -1,0 +1,103 @@
+// The ops of packed summaries on CPU tensors, as ops.cpp has the others.
+#include <vector>
+
+#include "arguments.h"
+#include "ops.h"
+#include "run.h"
+
+namespace quest {
+
+static PackParams pack_params(const Tensor& k_cache, const Packed& packed, const Sequences& seq, const int32_t* num_new,
+                              int64_t sink_pages, const char* op) {
+  expect(sink_pages >= 0, op, "sink_pages", "must not be negative");
+  return {seq, pool_of(k_cache, op, "k_cache"), packed, num_new, k_cache.size(1), sink_pages};
+}
+
+void pack(const Tensor& k_cache, Tensor packed, const Tensor& block_table, const Tensor& seq_lens,
+          const Tensor& num_new, int64_t page_size, int64_t coarse_size, int64_t bits, int64_t sink_pages, bool check) {
+  const char* op = "pack";
+  expect(k_cache.dim() == 4, op, "k_cache", "expected 4 dimensions");
+  const Packed layout = packed_of(packed, k_cache, page_size, coarse_size, bits, op);
+  const Sequences seq =
+      sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, 1, -1, check, op);
+  run(pack_params(k_cache, layout, seq, int32_of(num_new, seq.batch, op, "num_new"), sink_pages, op));
+}
+
+Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& packed, const Tensor& block_table,
+                    const Tensor& seq_lens, int64_t page_size, int64_t coarse_size, int64_t bits, double coarse_keep,
+                    int64_t budget, double budget_fraction, int64_t sink_pages, int64_t recent_pages,
+                    double softmax_scale, double slack, std::string group_rule, int64_t window, bool check) {
+  const char* op = "score_packed";
+  expect(query.dim() == 4 && k_cache.dim() == 4, op, "query", "expected 4 dimensions");
+  const Packed layout = packed_of(packed, k_cache, page_size, coarse_size, bits, op);
+  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
+                                     window, check, op);
+  PackedScoreParams p = packed_score_params(query, k_cache, layout, seq, coarse_keep, budget, budget_fraction,
+                                            sink_pages, recent_pages, softmax_scale, slack, group_rule, op);
+  const PackedScratch scratch = allocate(p);
+  run(p);
+
+  // From candidates to pages.
+  const int64_t heads = scratch.candidates.size(2), of_unit = heads / p.num_kv_heads;
+  Tensor scores = new_tensor({seq.batch, seq.q_len, heads, seq.max_pages}, ScalarType::Float);
+  auto* to = static_cast<float*>(data_of(scores));
+  const auto* from = static_cast<const float*>(data_of(scratch.candidates));
+  for (int64_t row = 0; row < seq.batch * seq.q_len * heads; row++, to += seq.max_pages, from += p.max_candidates) {
+    for (int64_t i = 0; i < seq.max_pages; i++) to[i] = -INFINITY;
+    const int64_t unit = row / of_unit, token = unit / p.num_kv_heads, size = layout.group_pages;
+    const Span span = seq.span(token / seq.q_len, token % seq.q_len);
+    if (span.pos < 0) continue;
+    const int32_t* kept = p.kept + unit * p.max_kept;
+    const int64_t in_groups = p.num_kept[unit] * size, open = p.full_blocks(span) * layout.pages;
+    for (int64_t c = 0; c < p.candidates(span, unit); c++)
+      to[c < in_groups ? kept[c / size] * size + c % size : open + c - in_groups] = from[c];
+  }
+  return scores;
+}
+
+std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor k_cache,
+                                         Tensor v_cache, Tensor packed, const Tensor& block_table,
+                                         const Tensor& seq_lens, const Tensor& slot_mapping, int64_t page_size,
+                                         int64_t coarse_size, int64_t bits, double coarse_keep, bool dense,
+                                         double softmax_scale, int64_t budget, double budget_fraction,
+                                         int64_t sink_pages, int64_t recent_pages, int64_t max_selected, double slack,
+                                         std::string group_rule, double softcap, std::optional<Tensor> sinks,
+                                         int64_t window, bool check) {
+  const char* op = "decode_packed";
+  expect(query.dim() == 4 && k_cache.dim() == 4, op, "query", "expected 4 dimensions");
+  expect(max_selected >= 0, op, "max_selected", "must not be negative");
+
+  // Everything is checked before the cache is written.
+  const AppendParams rows = append_params(key, value, k_cache, v_cache, slot_mapping, check, op);
+  const Packed layout = packed_of(packed, k_cache, page_size, coarse_size, bits, op);
+  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
+                                     window, check, op);
+  expect(key.size(0) == seq.batch && key.size(1) == seq.q_len, op, "key", "must have the query's batch and q_len");
+  expect_finite(rows, op);
+  std::vector<int32_t> num_new(seq.batch);  // a row that stores nothing keeps its summaries, and may share their block
+  for (int64_t i = 0; i < rows.num_tokens; i++)
+    if (rows.slots[i] >= 0) num_new[i / seq.q_len] = static_cast<int32_t>(seq.q_len);
+  const PackParams summary = pack_params(k_cache, layout, seq, num_new.data(), sink_pages, op);
+  PackedScoreParams scored = packed_score_params(query, k_cache, layout, seq, coarse_keep, budget, budget_fraction,
+                                                 sink_pages, recent_pages, softmax_scale, slack, group_rule, op);
+  AttendParams attended = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
+
+  if (dense) {
+    run(rows);
+    run(summary);
+    return run(attended, query.scalar_type());
+  }
+  const PackedScratch scratch = allocate(scored);
+  const int64_t heads = scratch.candidates.size(2);
+  Tensor page_idx = new_tensor({seq.batch, seq.q_len, heads, max_selected}, ScalarType::Int);
+  Tensor counts = new_tensor({seq.batch, seq.q_len, heads}, ScalarType::Int);
+  SelectParams selected =
+      select_params(seq, scratch.candidates, budget, budget_fraction, sink_pages, recent_pages, page_idx, counts, op);
+  selected.packed = &scored;
+  choose_pages(attended, page_idx, op);
+  run(rows);
+  run(summary);
+  return run(scored, selected, attended, query.scalar_type());
+}
+
+}  // namespace quest

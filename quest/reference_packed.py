@@ -1,0 +1,279 @@
+"""Packed summaries in plain PyTorch: the specification of `pack` and `score_packed`, as `quest.reference` is of the rest."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from quest import reference
+from quest.config import QuestConfig, forced_pages
+from quest.packing import CANDIDATES, Packing, packing_of, padded
+from quest.reference import NEG_INF, _agree, _with_q_len
+
+
+def pack(
+    k_cache: Tensor,
+    packed: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_new: Tensor,
+    *,
+    packing: Packing,
+    sink_tokens: int = 0,
+    check: bool = True,
+) -> None:
+    sink = -(-sink_tokens // packing.page_size)
+    for row, (length, new) in enumerate(zip(seq_lens.tolist(), num_new.tolist(), strict=True)):
+        first = max(0, length - new)
+        for i in range(first // packing.block_size, length // packing.block_size) if new > 0 else ():
+            block = int(block_table[row, i])
+            keys = k_cache[block].float().unflatten(1, (packing.pages, packing.page_size))
+            packed[block] = _pack_block(keys.amin(2), keys.amax(2), max(0, sink - i * packing.pages), packing)
+
+
+def _pack_block(low: Tensor, high: Tensor, sink: int, packing: Packing) -> Tensor:
+    """The bytes of one block, from the minima and maxima [heads, pages, dim] of its pages; the first `sink` are left
+    out."""
+    heads, pages, head_dim = low.shape
+    low, high = (torch.nn.functional.pad(x, (0, padded(head_dim) - head_dim)) for x in (low, high))
+    counted = (torch.arange(pages) >= sink)[:, None]
+    if sink < pages:
+        lo = _to_bf16(low[:, sink:].amin(1), up=False)
+        width = high[:, sink:].amax(1).double() - lo.double()
+        step = _to_bf16((width / packing.levels).float().nextafter(torch.tensor(math.inf)) * (width > 0), up=True)
+    else:
+        lo = step = torch.zeros(heads, low.shape[2])
+
+    a, s = lo[:, None], step[:, None]
+    safe = torch.where(s > 0, s, 1.0)
+    floor, ceil = ((low - a) / safe).floor(), ((high - a) / safe).ceil()
+    floor, ceil = floor - (a + floor * s > low).float(), ceil + (a + ceil * s < high).float()
+    floor, ceil = (torch.where(counted & (s > 0), x.clamp(0, packing.levels), 0).int() for x in (floor, ceil))
+    parts = [_bytes(torch.cat([lo, step], 1).bfloat16())]
+    if packing.coarse_pages:
+        groups = (packing.coarse_pages, packing.group_pages)
+        hidden = (~counted).int() * packing.levels  # takes no part in a minimum
+        coarse = (floor + hidden).unflatten(1, groups).amin(2), ceil.unflatten(1, groups).amax(2)
+        known = counted.unflatten(0, groups).any(1)
+        parts.append(_words(torch.where(known, coarse[0], 0), coarse[1], packing.coarse_lanes, packing))
+    parts.append(_words(floor, ceil, packing.group_pages, packing))
+    return torch.cat(parts, 1)
+
+
+def _words(floor: Tensor, ceil: Tensor, lanes: int, packing: Packing) -> Tensor:
+    """Codes [heads, pages, dim] as bytes [heads, n]."""
+    places = 16 // packing.bits
+    shifts = torch.arange(places)[:, None] * packing.bits
+    parts = [(x.long().unflatten(2, (places, -1)) << shifts).sum(2) for x in (ceil, floor)]  # [heads, pages, words]
+    words = parts[0] | parts[1] << 16
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    return _bytes(words.unflatten(1, (-1, lanes)).transpose(2, 3).flatten(1))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def unpack(packed: Tensor, head_dim: int, packing: Packing) -> dict[str, Tensor]:
+    """What the bytes [..., num_bytes] say: `lo`, `step` [..., dim], and the codes `low`, `high` [..., pages, dim],
+    `coarse_low`, `coarse_high` [..., coarse_pages, dim], all float32, dim = head_dim padded."""
+    dim, places = padded(head_dim), 16 // packing.bits
+    lo, step = packed[..., : 4 * dim].contiguous().view(torch.bfloat16).float().chunk(2, -1)
+    found = {"lo": lo, "step": step}
+    at = 4 * dim
+    for name, pages, lanes in (
+        ("coarse_", packing.coarse_pages, packing.coarse_lanes),
+        ("", packing.pages, packing.group_pages),
+    ):
+        if not pages:
+            continue
+        size = pages * packing.code_bytes(head_dim)
+        words = packed[..., at : at + size].contiguous().view(torch.int32).long()
+        words = words.unflatten(-1, (pages // lanes, dim // places, lanes)).transpose(-1, -2).flatten(-3, -2)
+        shifts = torch.arange(places)[:, None] * packing.bits
+        for half, key in ((0, "high"), (16, "low")):
+            codes = (words.unsqueeze(-2) >> (shifts + half)) & packing.levels  # [..., pages, places, words]
+            found[name + key] = codes.flatten(-2).float()
+        at += size
+    return found
+
+
+def _to_bf16(x: Tensor, up: bool) -> Tensor:
+    """The next bfloat16 at or above (at or below), as float32."""
+    near = x.bfloat16().float()
+    off = near < x if up else near > x
+    return torch.where(
+        off, near.bfloat16().nextafter(torch.tensor(math.inf if up else -math.inf).bfloat16()).float(), near
+    )
+
+
+def score_packed(
+    query: Tensor,
+    k_cache: Tensor,
+    packed: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    packing: Packing,
+    coarse_keep: float = 1.0,
+    budget: int | float = 0,
+    sink_tokens: int = 0,
+    recent_tokens: int = 1,
+    softmax_scale: float | None = None,
+    slack: float = 1.0,
+    group_rule: str = "softmax",
+    window: int | None = None,
+    check: bool = True,
+) -> Tensor:
+    squeeze, query = query.dim() == 3, _with_q_len(query).float()
+    batch, q_len, num_heads, head_dim = query.shape
+    num_kv_heads, page_size, block_size = k_cache.shape[1], packing.page_size, packing.block_size
+    group, scale = num_heads // num_kv_heads, head_dim**-0.5 if softmax_scale is None else softmax_scale
+    sink, recent = forced_pages(sink_tokens, recent_tokens, page_size)
+    max_pages = block_table.shape[1] * packing.pages
+    heads = num_heads if group_rule == "per_head" else num_kv_heads
+    scores = torch.full((batch, q_len, heads, max_pages), NEG_INF)
+
+    for b, length in enumerate(seq_lens.tolist()):
+        for t in range(q_len):
+            pos = length - q_len + t
+            if pos < 0:
+                continue
+            full = (pos + 1) // block_size  # blocks that hold nothing after the token
+            pages = -(-length // page_size) if pos + 1 == length else (pos + 1) // page_size
+            first = 0 if window is None else max(0, pos - window + 1) // page_size
+            if not pages:
+                continue
+            may = torch.arange(pages) >= max(first, sink)
+            blocks = block_table[b, :full].long()
+            tokens = budget if not isinstance(budget, float) else math.ceil(budget * (pos + 1))
+            for k in range(num_kv_heads):
+                q = query[b, t, k * group : (k + 1) * group]
+                codes = unpack(packed[blocks, k], head_dim, packing)
+                raw = [_score_codes(q, codes, "", slack, packing), q.new_empty(group, 0)]
+                for page in range(full * packing.pages, pages):
+                    at = torch.arange(page * page_size, min((page + 1) * page_size, pos + 1))
+                    keys = k_cache[block_table[b, at // block_size].long(), k, at % block_size].float()
+                    raw.append(_score_range(q, keys.amin(0), keys.amax(0), slack)[:, None])
+                fine = torch.cat(raw, 1)  # [group, pages]
+                candidate = may.clone()
+                if packing.coarse_pages and full:
+                    size = packing.group_pages
+                    open_to = may[: full * packing.pages].unflatten(0, (-1, size)).any(1)
+                    coarse = _score_codes(q, codes, "coarse_", slack, packing)
+                    rule = "relative" if group_rule == "per_head" else group_rule
+                    best = _agree(coarse, open_to.expand_as(coarse), rule, scale)
+                    kept = kept_pages(int(open_to.sum()), coarse_keep, tokens, recent * page_size + q_len - 1, packing)
+                    value = best.tolist()
+                    order = sorted(
+                        open_to.nonzero().flatten().tolist(),
+                        key=lambda c: (math.isnan(value[c]), -value[c] if value[c] == value[c] else 0, c),
+                    )
+                    chosen = torch.zeros_like(open_to)
+                    chosen[order[:kept]] = True
+                    candidate[: full * packing.pages] &= chosen.repeat_interleave(size)
+                if group_rule == "per_head":
+                    scores[b, t, k * group : (k + 1) * group, :pages] = torch.where(candidate, fine, NEG_INF)
+                else:
+                    agreed = _agree(fine, candidate.expand_as(fine), group_rule, scale)
+                    scores[b, t, k, :pages] = torch.where(candidate, agreed, NEG_INF)
+    return scores[:, 0] if squeeze else scores
+
+
+def kept_pages(total: int, coarse_keep: float, budget: int, recent_tokens: int, packing: Packing) -> int:
+    """How many of `total` coarse pages have their pages scored: a fraction, but room enough for a choice."""
+    size = packing.coarse_size or 1
+    least = -(-CANDIDATES * budget // size) + -(-recent_tokens // size) + 2
+    return min(total, max(math.ceil(coarse_keep * total), least))
+
+
+def _score_range(q: Tensor, low: Tensor, high: Tensor, slack: float) -> Tensor:
+    return (q + slack * q.abs()) / 2 @ high + (q - slack * q.abs()) / 2 @ low
+
+
+def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, packing: Packing) -> Tensor:
+    """Scores of pages by their codes, in integers: `q . lo + unit * (up . high + down . low)`.
+
+    `up` and `down` are the weights of maximum and minimum times the channel's step in units of the largest there may
+    be, rounded up, so that a score is never below the exact one. q [group, head_dim] -> [group, blocks * pages]
+    """
+    q = torch.nn.functional.pad(q, (0, codes["lo"].shape[-1] - q.shape[-1]))
+    toward, against = (1 + torch.tensor(slack)) / 2, (1 - torch.tensor(slack)) / 2
+    above, below = torch.where(q > 0, toward, against) * q, torch.where(q > 0, against, toward) * q
+    most = packing.max_weight(q.shape[-1])
+    largest = (toward * q.abs()).amax(-1)[:, None]  # [group, 1]
+    step = codes["step"]  # [blocks, dim]
+    scale = largest * step.amax(-1)  # [group, blocks]
+    inverse = torch.where(scale > 1e-30, most / scale, 0.0)[..., None]
+    up, down = ((x[:, None] * step * inverse).ceil() for x in (above, below))  # [group, blocks, dim]
+    high, low = codes[level + "high"].double(), codes[level + "low"].double()  # [blocks, pages, dim]
+    products = torch.einsum("gbd,bpd->gbp", up.double(), high) + torch.einsum("gbd,bpd->gbp", down.double(), low)
+    base = torch.einsum("gd,bd->gb", above + below, codes["lo"])
+    return (base[..., None] + products.float() * (scale * torch.tensor(1 / most))[..., None]).flatten(1)
+
+
+def decode_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    packed: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    slot_mapping: Tensor,
+    *,
+    config: QuestConfig,
+    layer_idx: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    check: bool = True,
+) -> tuple[Tensor, Tensor]:
+    layer, packing = config.layer(layer_idx), packing_of(config)
+    assert packing is not None
+    reference.append(key, value, k_cache, v_cache, slot_mapping)
+    q_len = 1 if query.dim() == 3 else query.shape[1]
+    num_new = (slot_mapping.reshape(len(seq_lens), q_len) >= 0).any(1).int() * q_len
+    rows = k_cache, packed, block_table, seq_lens
+    pack(*rows, num_new, packing=packing, sink_tokens=layer.sink_tokens)
+    page_idx = None
+    if not layer.dense:
+        scores = score_packed(
+            query,
+            *rows,
+            packing=packing,
+            coarse_keep=layer.coarse_keep,
+            budget=layer.budget,
+            sink_tokens=layer.sink_tokens,
+            recent_tokens=layer.recent_tokens,
+            softmax_scale=softmax_scale,
+            slack=layer.slack,
+            group_rule=layer.group_rule,
+            window=window,
+        )
+        page_idx, _ = reference.select(
+            scores,
+            seq_lens,
+            page_size=config.page_size,
+            budget=layer.budget,
+            sink_tokens=layer.sink_tokens,
+            recent_tokens=layer.recent_tokens,
+            window=window,
+        )
+    return reference.attend(
+        query,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        page_idx,
+        page_size=config.page_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        window=window,
+    )
