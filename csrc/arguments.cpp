@@ -104,20 +104,25 @@ Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size,
   const int64_t block_size = k_cache.size(2), group_size = coarse_size ? coarse_size : page_size;
   expect(page_size >= 1 && block_size % (4 * group_size) == 0, op, "page_size, coarse_size",
          "a block must hold a multiple of 4 pages, of 4 coarse ones if there are any");
-  expect(
-      coarse_size == 0 || coarse_size == 4 * page_size || coarse_size == 8 * page_size || coarse_size == 16 * page_size,
-      op, "coarse_size", "must be 4, 8 or 16 pages");
+  const int64_t ratio = coarse_size / page_size;
+  expect(coarse_size == 0 || (coarse_size % page_size == 0 && ratio >= 4 && ratio <= 64 && (ratio & (ratio - 1)) == 0),
+         op, "coarse_size", "must be 4, 8, 16, 32 or 64 pages");
   Packed p;
   p.bits = static_cast<int>(bits);
-  p.dim = (k_cache.size(3) + 31) / 32 * 32;
-  p.words = p.dim * bits / 16;
   p.coarse = coarse_size > 0;
+  p.single = page_size == 1;
+  expect(!p.single || (p.coarse ? ratio >= 16 : block_size % 16 == 0), op, "coarse_size",
+         "pages of one token come in groups of 16");
+  p.dim = (k_cache.size(3) + 31) / 32 * 32;
+  p.coarse_words = p.dim * bits / 16;
+  p.words = p.single ? p.coarse_words / 2 : p.coarse_words;
   p.pages = block_size / page_size;
-  p.group_pages = p.coarse ? coarse_size / page_size : lanes_of(p.pages);
+  p.group_pages = p.coarse ? ratio : lanes_of(p.pages);
   p.groups = p.pages / p.group_pages;
+  p.lanes = lanes_of(p.group_pages);
   p.coarse_lanes = p.coarse ? lanes_of(p.groups) : 1;
   p.coarse_at = 4 * p.dim;
-  p.fine_at = p.coarse_at + (p.coarse ? p.groups * p.words * 4 : 0);
+  p.fine_at = p.coarse_at + (p.coarse ? p.groups * p.coarse_words * 4 : 0);
   const int64_t num_bytes = p.fine_at + p.pages * p.words * 4;
   expect(packed.scalar_type() == ScalarType::Byte && packed.dim() == 3 && packed.size(0) == k_cache.size(0) &&
              packed.size(1) == k_cache.size(1) && packed.size(2) == num_bytes && packed.stride(2) == 1,
@@ -143,7 +148,7 @@ void expect_finite(const AppendParams& p, const char* op) {
 PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
                                       const Sequences& seq, double coarse_keep, int64_t budget, double budget_fraction,
                                       int64_t sink_pages, int64_t recent_pages, double softmax_scale, double slack,
-                                      const std::string& group_rule, const char* op) {
+                                      double coarse_slack, const std::string& group_rule, const char* op) {
   PackedScoreParams p;
   p.seq = seq;
   p.query = rows_of(query, op, "query");
@@ -157,9 +162,10 @@ PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache
   p.budget_fraction = budget_fraction;
   p.coarse_keep = coarse_keep;
   p.slack = static_cast<float>(slack);
+  p.coarse_slack = static_cast<float>(coarse_slack);
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.rule = rule_of(group_rule, op);
-  p.max_weight = std::min<int64_t>(32766, INT32_MAX / (2 * packed.dim * packed.levels()));
+  p.max_weight = std::min<int64_t>(32766, INT32_MAX / (2 * packed.dim * (packed.cells() - 1)));
   expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
          "num_heads must be a multiple of num_kv_heads");
   expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && k_cache.size(0) == seq.num_blocks, op, "query",
@@ -184,9 +190,9 @@ PackedScratch allocate(PackedScoreParams& p) {
   const int64_t tokens = seq.batch * seq.q_len, units = tokens * p.num_kv_heads, heads = tokens * p.num_heads;
   const int64_t coarse = p.packed.coarse ? p.max_groups : 0;
   PackedScratch scratch;
-  scratch.floats = new_tensor({heads * (2 * p.packed.dim + 1 + coarse) + units * coarse}, ScalarType::Float);
+  scratch.floats = new_tensor({heads * (4 * p.packed.dim + 1 + coarse) + units * coarse}, ScalarType::Float);
   p.weights = static_cast<float*>(data_of(scratch.floats));
-  p.largest = p.weights + heads * 2 * p.packed.dim;
+  p.largest = p.weights + heads * 4 * p.packed.dim;
   p.coarse_raw = p.largest + heads;
   p.coarse_scores = p.coarse_raw + heads * coarse;
   scratch.kept = new_tensor({units * (p.max_kept + 1)}, ScalarType::Int);

@@ -25,7 +25,7 @@ void expect_finite(const AppendParams& p, const char* op);
 PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
                                       const Sequences& seq, double coarse_keep, int64_t budget, double budget_fraction,
                                       int64_t sink_pages, int64_t recent_pages, double softmax_scale, double slack,
-                                      const std::string& group_rule, const char* op);
+                                      double coarse_slack, const std::string& group_rule, const char* op);
 // What scoring works in. `candidates` are the scores that the selection reads.
 struct PackedScratch {
   Tensor floats, kept, raw, candidates;

@@ -110,13 +110,14 @@ struct Packed {
   char* data;                         // [num_blocks, num_kv_heads, num_bytes]
   int64_t stride_block, stride_head;  // in bytes
   int bits;
-  int64_t dim, words;                  // channels, a multiple of 32, and words of a page
-  int64_t pages, groups, group_pages;  // of a block
-  int64_t coarse_lanes;                // coarse pages whose words lie side by side; of pages a group's do
+  bool coarse, single;                 // groups have codes of their own; pages of one token have one per channel
+  int64_t dim;                         // channels, a multiple of 32
+  int64_t words, coarse_words;         // of a page, of a coarse page
+  int64_t pages, groups, group_pages;  // of a block, of a group
+  int64_t lanes, coarse_lanes;         // pages whose words lie side by side
   int64_t coarse_at, fine_at;          // in a block's bytes
-  bool coarse;                         // groups have codes of their own
 
-  int64_t levels() const { return (1 << bits) - 1; }
+  int64_t cells() const { return 1 << bits; }
   const char* block(int64_t id, int64_t head) const { return data + id * stride_block + head * stride_head; }
 };
 
@@ -145,11 +146,11 @@ struct PackedScoreParams {
   Packed packed;
   int64_t num_heads, num_kv_heads, sink_pages, recent_pages, budget;
   double budget_fraction, coarse_keep;
-  float slack, softmax_scale;
+  float slack, coarse_slack, softmax_scale;
   GroupRule rule;
   int64_t max_weight;
-  float* weights;        // [batch, q_len, 2, num_heads, dim]: of page_max and page_min
-  float* largest;        // [batch, q_len, num_heads]: of a head's weights
+  float* weights;        // [batch, q_len, 2, 2, num_heads, dim]: of pages and coarse ones, of maxima and minima
+  float* largest;        // [batch, q_len, num_heads]: of a head's |query|
   float* coarse_raw;     // [batch, q_len, num_heads, max_groups], null without coarse codes
   float* coarse_scores;  // [batch, q_len, num_kv_heads, max_groups]
   int32_t* kept;         // [batch, q_len, num_kv_heads, max_kept] groups, ascending
@@ -160,28 +161,38 @@ struct PackedScoreParams {
 
   // Blocks that hold nothing after the token, which is at `pos`.
   int64_t full_blocks(const Span& s) const { return (s.pos + 1) / seq.block_size; }
-  // The first page that may have a score.
+  // Pages [first_page, last_page) of a token's may have a score; those before and after are forced, or not visible.
   int64_t first_page(const Span& s) const { return s.first_page > sink_pages ? s.first_page : sink_pages; }
-  // The first group that holds such a page; groups [.., full_blocks * groups) are to choose from.
-  int64_t first_group(const Span& s) const {
-    const int64_t first = first_page(s) / packed.group_pages, end = full_blocks(s) * packed.groups;
-    return first < end ? first : end;
+  int64_t last_page(const Span& s, int64_t b) const {
+    int64_t last = s.end_page - recent_pages;
+    if (seq.q_len > 1) {
+      const int64_t length = seq.length(b), first_new = length > seq.q_len ? (length - seq.q_len) / seq.page_size : 0;
+      last = first_new < last ? first_new : last;
+    }
+    return last > 0 ? last : 0;
+  }
+  // The groups to choose from, those of full blocks that hold such a page: [first_group, last_group).
+  int64_t first_group(const Span& s) const { return first_page(s) / packed.group_pages; }
+  int64_t last_group(const Span& s, int64_t b) const {
+    const int64_t end = full_blocks(s) * packed.groups, first = first_group(s);
+    const int64_t last = (last_page(s, b) + packed.group_pages - 1) / packed.group_pages;
+    const int64_t least = last < end ? last : end;
+    return least > first ? least : first;
   }
   // How many of `total` groups are kept: a fraction, but room enough for a choice.
   int64_t kept_of(int64_t total, int64_t pos) const {
     if (!packed.coarse) return total;
     const int64_t size = packed.group_pages * seq.page_size;
     auto groups = [&](int64_t tokens) { return (tokens + size - 1) / size; };
-    const int64_t recent = recent_pages * seq.page_size + seq.q_len - 1;
-    const int64_t least = groups(kCandidates * budget_tokens(budget, budget_fraction, pos + 1)) + groups(recent) + 2;
+    const int64_t least = groups(kCandidates * budget_tokens(budget, budget_fraction, pos + 1)) + 2;
     const double share = coarse_keep * static_cast<double>(total);
     int64_t kept = static_cast<int64_t>(share);
     kept += static_cast<double>(kept) < share;
     kept = kept > least ? kept : least;
     return kept < total ? kept : total;
   }
-  int64_t candidates(const Span& s, int64_t unit) const {
-    const int64_t open = s.scored_end - full_blocks(s) * packed.pages;
+  int64_t candidates(const Span& s, int64_t b, int64_t unit) const {
+    const int64_t open = last_page(s, b) - full_blocks(s) * packed.pages;
     return num_kept[unit] * packed.group_pages + (open > 0 ? open : 0);
   }
 };

@@ -63,10 +63,11 @@ class PackedTasks {
     if (needed_[unit]) {
       const int64_t token = unit / p_.num_kv_heads;
       const Span span = p_.seq.span(token / p_.seq.q_len, token % p_.seq.q_len);
-      const int64_t end = p_.full_blocks(span), first = p_.first_group(span) / p_.packed.groups, n = end - first;
-      const int64_t total = end * p_.packed.groups - p_.first_group(span);
-      if (p_.kept_of(total, span.pos) < total)
-        kernels().score_groups(p_, unit, first + n * part / parts_, first + n * (part + 1) / parts_);
+      const int64_t first = p_.first_group(span), end = p_.last_group(span, token / p_.seq.q_len);
+      if (p_.kept_of(end - first, span.pos) < end - first) {
+        const int64_t begin = first / p_.packed.groups, n = ceil_div(end, p_.packed.groups) - begin;
+        kernels().score_groups(p_, unit, begin + n * part / parts_, begin + n * (part + 1) / parts_);
+      }
     }
     if (!to_keep_.last(unit)) return;
     if (needed_[unit]) kernels().keep(p_, unit);

@@ -102,10 +102,10 @@ class Args:
         if window is not None:
             self.at_least("window", window, 1)
 
-    def slack(self, slack: Any) -> None:
-        self.number("slack", slack)
+    def slack(self, slack: Any, name: str = "slack") -> None:
+        self.number(name, slack)
         if not 0 <= slack <= 1:
-            self.fail("slack", "must be in [0, 1]", slack)
+            self.fail(name, "must be in [0, 1]", slack)
 
     def sinks(self, sinks: Any) -> Tensor | None:
         """The attention sink logits as a kernel takes them, contiguous float32."""

@@ -11,7 +11,7 @@ from typing import Any
 GROUP_RULES = ("softmax", "relative", "per_head")
 MAX_PAGE_SIZE = 1024
 SUMMARY_BITS = (8, 4, 2)
-COARSE_PAGES = (4, 8, 16)  # pages that a coarse page may hold
+COARSE_PAGES = (4, 8, 16, 32, 64)  # pages that a coarse page may hold; 16 at least of one token
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class LayerConfig:
     slack: float
     group_rule: str
     coarse_keep: float
+    coarse_slack: float
 
 
 OVERRIDES = tuple(f.name for f in dataclasses.fields(LayerConfig))
@@ -52,9 +53,10 @@ class QuestConfig:
         summary_bits: None keeps a page's minimum and maximum in K's dtype. 8, 4 or 2 keeps a full block's as codes of so
             many bits between bounds that the block's pages share, rounded outward: see `quest.packing`. Keys must then
             be finite.
-        coarse_size: with `summary_bits`, tokens of a coarse page, 4, 8 or 16 pages; None = one level only. Coarse pages
-            are scored first, and only the pages of the best of them are scored themselves.
+        coarse_size: with `summary_bits`, tokens of a coarse page, 4 to 64 pages; None = one level only. Coarse pages are
+            scored first, and only the pages of the best of them are scored themselves.
         coarse_keep: fraction of the coarse pages whose pages are scored; at least twice the budget's.
+        coarse_slack: `slack` of the coarse pages' scores.
         layers: overrides by layer index, e.g. `{3: {"budget": 2048}, 7: {"dense": True}}`.
 
     Raises:
@@ -72,6 +74,7 @@ class QuestConfig:
     summary_bits: int | None = None
     coarse_size: int | None = None
     coarse_keep: float = 0.25
+    coarse_slack: float = 0.2
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -117,6 +120,7 @@ class QuestConfig:
             self.slack,
             self.group_rule,
             self.coarse_keep,
+            self.coarse_slack,
         )
         resolved = {i: dataclasses.replace(plain, dense=True) for i in self.dense_layers}
         for i, override in self.layers.items():
@@ -143,11 +147,11 @@ class QuestConfig:
                 f"QuestConfig: coarse_size needs summary_bits (summaries in K's dtype have one level), "
                 f"got coarse_size {self.coarse_size} and summary_bits None"
             )
-        allowed = [pages * self.page_size for pages in COARSE_PAGES]
+        allowed = [pages * self.page_size for pages in COARSE_PAGES if pages >= 16 or self.page_size > 1]
         if self.coarse_size not in allowed:
             raise ValueError(
-                f"QuestConfig: coarse_size must be {COARSE_PAGES[0]}, {COARSE_PAGES[1]} or {COARSE_PAGES[2]} pages "
-                f"({', '.join(map(str, allowed))} tokens), got {self.coarse_size}"
+                f"QuestConfig: coarse_size must be a power of two of pages ({', '.join(map(str, allowed))} tokens), "
+                f"got {self.coarse_size}"
             )
 
     def _block_unit(self) -> tuple[int, str]:
@@ -155,7 +159,7 @@ class QuestConfig:
         if self.summary_bits is None:
             return self.page_size, "page_size"
         if self.coarse_size is None:
-            return 4 * self.page_size, "4 pages"
+            return (16, "16 pages") if self.page_size == 1 else (4 * self.page_size, "4 pages")
         return 4 * self.coarse_size, "4 coarse pages"
 
     def _default_block_size(self) -> int:
@@ -201,10 +205,12 @@ def check_layer(layer: LayerConfig, page_size: int, op: str = "QuestConfig") -> 
         raise ValueError(f"{op}: group_rule must be one of {', '.join(GROUP_RULES)}, got {layer.group_rule!r}")
     if not isinstance(layer.dense, bool):
         raise TypeError(f"{op}: dense must be a bool, got {layer.dense!r}")
-    if isinstance(layer.slack, bool) or not isinstance(layer.slack, (int, float)):
-        raise TypeError(f"{op}: slack must be a number, got {layer.slack!r}")
-    if not 0.0 <= layer.slack <= 1.0:
-        raise ValueError(f"{op}: slack must be in [0, 1], got {layer.slack}")
+    for name in ("slack", "coarse_slack"):
+        value = getattr(layer, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{op}: {name} must be a number, got {value!r}")
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{op}: {name} must be in [0, 1], got {value}")
     if isinstance(layer.coarse_keep, bool) or not isinstance(layer.coarse_keep, (int, float)):
         raise TypeError(f"{op}: coarse_keep must be a number, got {layer.coarse_keep!r}")
     if not 0.0 < layer.coarse_keep <= 1.0:

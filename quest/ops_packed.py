@@ -31,8 +31,8 @@ def pack(
 ) -> None:
     """Write the codes of every block that the last `num_new[b]` tokens of row b have filled.
 
-    Per channel, the values that codes stand for run from at most the smallest to at least the largest key of the
-    block's pages; a page's codes are those of the next value at or below its minimum and at or above its maximum.
+    Per channel, the block's keys are divided into `2 ** bits` cells; a page's codes are the cell of its minimum and the
+    cell of its maximum, a single one for pages of one token.
 
     Args:
         k_cache: finite, at most 1e38 in size, in the blocks that are packed.
@@ -64,6 +64,7 @@ def score_packed(
     recent_tokens: int = 1,
     softmax_scale: float | None = None,
     slack: float = 1.0,
+    coarse_slack: float = 1.0,
     group_rule: str = "softmax",
     window: int | None = None,
     check: bool = True,
@@ -71,9 +72,9 @@ def score_packed(
     """Score pages by the query, as `quest.score` does, from codes; with coarse pages, those of the best of them only.
 
     With coarse pages every one of them is scored first; the heads agree by `group_rule` ("relative" where that is
-    "per_head"), and the pages of the best `coarse_keep` of them are scored, of at least so many as hold twice the budget
-    and the recent pages. The query's weights are rounded up to 16-bit integers, so that a slack-1 score is never below
-    a `q.k` of its page.
+    "per_head"), and the pages of the best `coarse_keep` of them are scored, of at least so many as hold twice the
+    budget. The query's weights are rounded up to 16-bit integers, so that a slack-1 score is never below a `q.k` of its
+    page.
 
     Args:
         budget, recent_tokens: what `select` will be told.
@@ -81,7 +82,7 @@ def score_packed(
 
     Returns:
         float32 [batch, q_len, num_kv_heads, max_pages] (num_heads instead for "per_head"; no q_len for a 3-D query).
-        -inf for pages that aren't scored: those of coarse pages not kept, of the sink, beyond the token or its window.
+        -inf for pages that aren't scored: those of coarse pages not kept, forced ones, beyond the token or its window.
     """
     args = Args("score_packed")
     squeeze, query = args.tensor("query", query).dim() == 3, ops._with_q_len(query)
@@ -92,6 +93,7 @@ def score_packed(
     _packed_arg(args, packed, packing)
     args.positive("softmax_scale", softmax_scale)
     args.slack(slack)
+    args.slack(coarse_slack, "coarse_slack")
     args.window(window)
     ops._sequence_args(args, block_table, seq_lens)
     if group_rule not in GROUP_RULES:
@@ -115,6 +117,7 @@ def score_packed(
         *forced_pages(sink_tokens, recent_tokens, packing.page_size),
         ops._scale(softmax_scale, query),
         slack,
+        coarse_slack,
         group_rule,
         window or -1,
         check,

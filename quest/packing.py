@@ -1,17 +1,19 @@
 """The packed summary: pages of a full block as small codes, one run of bytes per block and KV head.
 
-    lo, step      2 x bfloat16 [dim]: a value is `lo + code * step`; the block's pages share them, channel by channel
-    coarse codes  uint32 [coarse pages / lanes, words, lanes]   (not without coarse pages)
-    fine codes    uint32 [groups, words, pages of a group]      (a group: the pages of a coarse page)
+    lo, step      2 x bfloat16 [dim]: channel by channel, the block's keys lie in `2 ** bits` cells of width `step`, the
+                  first of which starts at `lo`
+    coarse codes  uint32 [coarse pages / lanes, words, lanes]             (not without coarse pages)
+    fine codes    uint32 [groups, pages of a group / lanes, words, lanes]   (a group: the pages of a coarse page)
+
+A page's codes are, per channel, the cell of its minimum and that of its maximum; its range is taken to run from the one's
+lower to the other's upper edge, so it is never narrower than the true one. A page of one token has one code per channel.
+A coarse page's codes are the smallest and the largest of its pages'. Pages of the sink are left out of the cells, which
+the first token's key would spoil for its neighbours: they have no codes and no score, because they are always read.
 
 A word holds minimum and maximum of `16 / bits` channels of one page: bits 0..15 the codes of the maximum, bits 16..31
-those of the minimum, place j of word w being channel `j * words + w`. Words of `lanes` pages lie side by side, so that
-a vector of words serves as many pages, and the pages of a coarse page are one run of bytes. `dim` is head_dim rounded
-up to 32.
-
-Codes are rounded outward: `lo + step * code` is never above a page's minimum, never below its maximum. A coarse page's
-codes are the smallest and the largest of its pages'. Pages of the sink are left out of the bounds, which the first
-token's key would spoil for its neighbours: they have no codes and no score, because they are always read.
+those of the minimum, place j of word w being channel `j * words + w`. Of a page of one token bits 16..31 hold channels of
+the second half of `dim` instead. Words of `lanes` pages lie side by side, so that a vector of words serves as many pages,
+and the pages of a coarse page are one run of bytes. `dim` is head_dim rounded up to 32.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ class Packing:
     bits: int
 
     @property
-    def levels(self) -> int:
-        """The largest code."""
-        return (1 << self.bits) - 1
+    def cells(self) -> int:
+        return 1 << self.bits
+
+    @property
+    def single(self) -> bool:
+        """Pages of one token, which have one code per channel."""
+        return self.page_size == 1
 
     @property
     def pages(self) -> int:
@@ -56,23 +62,32 @@ class Packing:
         return self.coarse_size // self.page_size if self.coarse_size else _lanes(self.pages)
 
     @property
+    def lanes(self) -> int:
+        return _lanes(self.group_pages)
+
+    @property
     def coarse_lanes(self) -> int:
         return _lanes(self.coarse_pages) if self.coarse_size else 1
 
     def bounds_bytes(self, head_dim: int) -> int:
         return 4 * padded(head_dim)
 
-    def code_bytes(self, head_dim: int) -> int:
-        """Of one page, coarse or fine."""
+    def coarse_bytes(self, head_dim: int) -> int:
+        """Of a coarse page's codes."""
         return padded(head_dim) * self.bits // 4
+
+    def page_bytes(self, head_dim: int) -> int:
+        """Of a page's codes."""
+        return padded(head_dim) * self.bits // (8 if self.single else 4)
 
     def num_bytes(self, head_dim: int) -> int:
         """Of one block and KV head."""
-        return self.bounds_bytes(head_dim) + (self.coarse_pages + self.pages) * self.code_bytes(head_dim)
+        codes = self.coarse_pages * self.coarse_bytes(head_dim) + self.pages * self.page_bytes(head_dim)
+        return self.bounds_bytes(head_dim) + codes
 
     def max_weight(self, head_dim: int) -> int:
         """The largest integer weight of a query: the sum over channels of weight x code fits an int32."""
-        return int(min(WEIGHT_MAX, (2**31 - 1) // (2 * padded(head_dim) * self.levels)))
+        return int(min(WEIGHT_MAX, (2**31 - 1) // (2 * padded(head_dim) * (self.cells - 1))))
 
 
 @lru_cache

@@ -42,31 +42,36 @@ def _pack_block(low: Tensor, high: Tensor, sink: int, packing: Packing) -> Tenso
     if sink < pages:
         lo = _to_bf16(low[:, sink:].amin(1), up=False)
         width = high[:, sink:].amax(1).double() - lo.double()
-        step = _to_bf16((width / packing.levels).float().nextafter(torch.tensor(math.inf)) * (width > 0), up=True)
+        step = _to_bf16((width / packing.cells).float().nextafter(torch.tensor(math.inf)) * (width > 0), up=True)
     else:
         lo = step = torch.zeros(heads, low.shape[2])
 
     a, s = lo[:, None], step[:, None]
     safe = torch.where(s > 0, s, 1.0)
-    floor, ceil = ((low - a) / safe).floor(), ((high - a) / safe).ceil()
-    floor, ceil = floor - (a + floor * s > low).float(), ceil + (a + ceil * s < high).float()
-    floor, ceil = (torch.where(counted & (s > 0), x.clamp(0, packing.levels), 0).int() for x in (floor, ceil))
+    lower = ((low - a) / safe).floor()
+    lower = lower - (a + lower * s > low).float()  # the division rounds: a cell that doesn't hold its key moves
+    upper = lower if packing.single else ((high - a) / safe).ceil() - 1
+    upper = upper + (a + (upper + 1) * s < high).float()
+    lower, upper = (
+        torch.where(counted & (s > 0), x.clamp(0, packing.cells - 1), 0).int()
+        for x in (upper if packing.single else lower, upper)
+    )
     parts = [_bytes(torch.cat([lo, step], 1).bfloat16())]
     if packing.coarse_pages:
         groups = (packing.coarse_pages, packing.group_pages)
-        hidden = (~counted).int() * packing.levels  # takes no part in a minimum
-        coarse = (floor + hidden).unflatten(1, groups).amin(2), ceil.unflatten(1, groups).amax(2)
+        hidden = (~counted).int() * (packing.cells - 1)  # takes no part in a minimum
         known = counted.unflatten(0, groups).any(1)
-        parts.append(_words(torch.where(known, coarse[0], 0), coarse[1], packing.coarse_lanes, packing))
-    parts.append(_words(floor, ceil, packing.group_pages, packing))
+        coarse_lower = torch.where(known, (lower + hidden).unflatten(1, groups).amin(2), 0)
+        parts.append(_words(upper.unflatten(1, groups).amax(2), coarse_lower, packing.coarse_lanes, packing))
+    parts.append(_words(*(upper.chunk(2, 2) if packing.single else (upper, lower)), packing.lanes, packing))
     return torch.cat(parts, 1)
 
 
-def _words(floor: Tensor, ceil: Tensor, lanes: int, packing: Packing) -> Tensor:
-    """Codes [heads, pages, dim] as bytes [heads, n]."""
+def _words(first: Tensor, second: Tensor, lanes: int, packing: Packing) -> Tensor:
+    """Codes [heads, pages, n] of bits 0..15 and of bits 16..31 as bytes [heads, n]."""
     places = 16 // packing.bits
     shifts = torch.arange(places)[:, None] * packing.bits
-    parts = [(x.long().unflatten(2, (places, -1)) << shifts).sum(2) for x in (ceil, floor)]  # [heads, pages, words]
+    parts = [(x.long().unflatten(2, (places, -1)) << shifts).sum(2) for x in (first, second)]  # [heads, pages, words]
     words = parts[0] | parts[1] << 16
     words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
     return _bytes(words.unflatten(1, (-1, lanes)).transpose(2, 3).flatten(1))
@@ -79,25 +84,29 @@ def _bytes(x: Tensor) -> Tensor:
 def unpack(packed: Tensor, head_dim: int, packing: Packing) -> dict[str, Tensor]:
     """What the bytes [..., num_bytes] say: `lo`, `step` [..., dim], and the codes `low`, `high` [..., pages, dim],
     `coarse_low`, `coarse_high` [..., coarse_pages, dim], all float32, dim = head_dim padded."""
-    dim, places = padded(head_dim), 16 // packing.bits
+    dim = padded(head_dim)
     lo, step = packed[..., : 4 * dim].contiguous().view(torch.bfloat16).float().chunk(2, -1)
     found = {"lo": lo, "step": step}
     at = 4 * dim
-    for name, pages, lanes in (
-        ("coarse_", packing.coarse_pages, packing.coarse_lanes),
-        ("", packing.pages, packing.group_pages),
-    ):
-        if not pages:
-            continue
-        size = pages * packing.code_bytes(head_dim)
-        words = packed[..., at : at + size].contiguous().view(torch.int32).long()
-        words = words.unflatten(-1, (pages // lanes, dim // places, lanes)).transpose(-1, -2).flatten(-3, -2)
-        shifts = torch.arange(places)[:, None] * packing.bits
-        for half, key in ((0, "high"), (16, "low")):
-            codes = (words.unsqueeze(-2) >> (shifts + half)) & packing.levels  # [..., pages, places, words]
-            found[name + key] = codes.flatten(-2).float()
+    if packing.coarse_pages:
+        size = packing.coarse_pages * packing.coarse_bytes(head_dim)
+        codes = _codes(packed[..., at : at + size], packing.coarse_pages, packing.coarse_lanes, packing)
+        found["coarse_high"], found["coarse_low"] = codes
         at += size
+    first, second = _codes(packed[..., at:], packing.pages, packing.lanes, packing)
+    if packing.single:
+        first = second = torch.cat([first, second], -1)
+    found["high"], found["low"] = first, second
     return found
+
+
+def _codes(codes: Tensor, pages: int, lanes: int, packing: Packing) -> list[Tensor]:
+    """The opposite of `_words`."""
+    words = codes.contiguous().view(torch.int32).long()
+    words = words.unflatten(-1, (pages // lanes, -1, lanes)).transpose(-1, -2).flatten(-3, -2)  # [..., pages, words]
+    shifts = torch.arange(16 // packing.bits)[:, None] * packing.bits
+    halves = [(words.unsqueeze(-2) >> (shifts + half)) & (packing.cells - 1) for half in (0, 16)]
+    return [half.flatten(-2).float() for half in halves]
 
 
 def _to_bf16(x: Tensor, up: bool) -> Tensor:
@@ -123,6 +132,7 @@ def score_packed(
     recent_tokens: int = 1,
     softmax_scale: float | None = None,
     slack: float = 1.0,
+    coarse_slack: float = 1.0,
     group_rule: str = "softmax",
     window: int | None = None,
     check: bool = True,
@@ -142,11 +152,15 @@ def score_packed(
             if pos < 0:
                 continue
             full = (pos + 1) // block_size  # blocks that hold nothing after the token
-            pages = -(-length // page_size) if pos + 1 == length else (pos + 1) // page_size
-            first = 0 if window is None else max(0, pos - window + 1) // page_size
+            # Pages before and after these are forced, or not visible.
+            first = max(sink, 0 if window is None else max(0, pos - window + 1) // page_size)
+            pages = max(0, pos // page_size + 1 - recent)
+            if q_len > 1:
+                pages = min(pages, max(0, length - q_len) // page_size)
             if not pages:
                 continue
-            may = torch.arange(pages) >= max(first, sink)
+            may = torch.arange(max(pages, full * packing.pages)) >= first
+            may[pages:] = False
             blocks = block_table[b, :full].long()
             tokens = budget if not isinstance(budget, float) else math.ceil(budget * (pos + 1))
             for k in range(num_kv_heads):
@@ -154,7 +168,7 @@ def score_packed(
                 codes = unpack(packed[blocks, k], head_dim, packing)
                 raw = [_score_codes(q, codes, "", slack, packing), q.new_empty(group, 0)]
                 for page in range(full * packing.pages, pages):
-                    at = torch.arange(page * page_size, min((page + 1) * page_size, pos + 1))
+                    at = torch.arange(page * page_size, (page + 1) * page_size)
                     keys = k_cache[block_table[b, at // block_size].long(), k, at % block_size].float()
                     raw.append(_score_range(q, keys.amin(0), keys.amax(0), slack)[:, None])
                 fine = torch.cat(raw, 1)  # [group, pages]
@@ -162,10 +176,10 @@ def score_packed(
                 if packing.coarse_pages and full:
                     size = packing.group_pages
                     open_to = may[: full * packing.pages].unflatten(0, (-1, size)).any(1)
-                    coarse = _score_codes(q, codes, "coarse_", slack, packing)
+                    coarse = _score_codes(q, codes, "coarse_", coarse_slack, packing)
                     rule = "relative" if group_rule == "per_head" else group_rule
                     best = _agree(coarse, open_to.expand_as(coarse), rule, scale)
-                    kept = kept_pages(int(open_to.sum()), coarse_keep, tokens, recent * page_size + q_len - 1, packing)
+                    kept = kept_pages(int(open_to.sum()), coarse_keep, tokens, packing)
                     value = best.tolist()
                     order = sorted(
                         open_to.nonzero().flatten().tolist(),
@@ -175,17 +189,16 @@ def score_packed(
                     chosen[order[:kept]] = True
                     candidate[: full * packing.pages] &= chosen.repeat_interleave(size)
                 if group_rule == "per_head":
-                    scores[b, t, k * group : (k + 1) * group, :pages] = torch.where(candidate, fine, NEG_INF)
+                    scores[b, t, k * group : (k + 1) * group, : len(may)] = torch.where(candidate, fine, NEG_INF)
                 else:
                     agreed = _agree(fine, candidate.expand_as(fine), group_rule, scale)
-                    scores[b, t, k, :pages] = torch.where(candidate, agreed, NEG_INF)
+                    scores[b, t, k, : len(may)] = torch.where(candidate, agreed, NEG_INF)
     return scores[:, 0] if squeeze else scores
 
 
-def kept_pages(total: int, coarse_keep: float, budget: int, recent_tokens: int, packing: Packing) -> int:
+def kept_pages(total: int, coarse_keep: float, budget: int, packing: Packing) -> int:
     """How many of `total` coarse pages have their pages scored: a fraction, but room enough for a choice."""
-    size = packing.coarse_size or 1
-    least = -(-CANDIDATES * budget // size) + -(-recent_tokens // size) + 2
+    least = -(-CANDIDATES * budget // (packing.coarse_size or 1)) + 2
     return min(total, max(math.ceil(coarse_keep * total), least))
 
 
@@ -194,7 +207,7 @@ def _score_range(q: Tensor, low: Tensor, high: Tensor, slack: float) -> Tensor:
 
 
 def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, packing: Packing) -> Tensor:
-    """Scores of pages by their codes, in integers: `q . lo + unit * (up . high + down . low)`.
+    """Scores of pages by their codes, in integers: `base + unit * (up . high + down . low)`.
 
     `up` and `down` are the weights of maximum and minimum times the channel's step in units of the largest there may
     be, rounded up, so that a score is never below the exact one. q [group, head_dim] -> [group, blocks * pages]
@@ -203,14 +216,19 @@ def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, 
     toward, against = (1 + torch.tensor(slack)) / 2, (1 - torch.tensor(slack)) / 2
     above, below = torch.where(q > 0, toward, against) * q, torch.where(q > 0, against, toward) * q
     most = packing.max_weight(q.shape[-1])
-    largest = (toward * q.abs()).amax(-1)[:, None]  # [group, 1]
     step = codes["step"]  # [blocks, dim]
-    scale = largest * step.amax(-1)  # [group, blocks]
+    scale = q.abs().amax(-1)[:, None] * step.amax(-1)  # [group, blocks]
     inverse = torch.where(scale > 1e-30, most / scale, 0.0)[..., None]
-    up, down = ((x[:, None] * step * inverse).ceil() for x in (above, below))  # [group, blocks, dim]
-    high, low = codes[level + "high"].double(), codes[level + "low"].double()  # [blocks, pages, dim]
-    products = torch.einsum("gbd,bpd->gbp", up.double(), high) + torch.einsum("gbd,bpd->gbp", down.double(), low)
-    base = torch.einsum("gd,bd->gb", above + below, codes["lo"])
+    # An upper edge is one step above its cell's lower edge.
+    base = torch.einsum("gd,bd->gb", q, codes["lo"]) + torch.einsum("gd,bd->gb", above, step)
+    if packing.single and not level:
+        terms = [(q, "low")]
+    else:
+        terms = [(above, level + "high"), (below, level + "low")]
+    products = torch.zeros(())
+    for weight, name in terms:
+        weight = (weight[:, None] * step * inverse).ceil()  # [group, blocks, dim]
+        products = products + torch.einsum("gbd,bpd->gbp", weight.double(), codes[name].double())
     return (base[..., None] + products.float() * (scale * torch.tensor(1 / most))[..., None]).flatten(1)
 
 
@@ -252,6 +270,7 @@ def decode_packed(
             recent_tokens=layer.recent_tokens,
             softmax_scale=softmax_scale,
             slack=layer.slack,
+            coarse_slack=layer.coarse_slack,
             group_rule=layer.group_rule,
             window=window,
         )

@@ -18,7 +18,16 @@ from quest import PagedKVCache, Packing, QuestConfig, backends, packing_of, refe
 RULES = ("softmax", "relative", "per_head")
 
 # page_size, coarse_size, block_size: fine and coarse pages in runs of every length a kernel knows
-FORMATS = [(4, 16, 64), (4, None, 16), (2, 16, 128), (1, 16, 64), (4, 32, 128), (8, None, 64), (16, 64, 1024)]
+FORMATS = [
+    (4, 16, 64),
+    (4, None, 16),
+    (2, 16, 128),
+    (1, 16, 64),
+    (1, 32, 128),
+    (1, None, 48),
+    (8, None, 64),
+    (4, 128, 512),
+]
 LENGTHS = (150, 64, 3, 0, 1100)
 
 
@@ -45,7 +54,7 @@ def ranges(packed: Tensor, head_dim: int, packing: Packing, level: str = "") -> 
     """What the codes say: minima and maxima [..., pages, head_dim]."""
     codes = reference_packed.unpack(packed, head_dim, packing)
     lo, step = codes["lo"].unsqueeze(-2), codes["step"].unsqueeze(-2)
-    low, high = (lo + step * codes[level + side] for side in ("low", "high"))
+    low, high = lo + step * codes[level + "low"], lo + step * (codes[level + "high"] + 1)
     return low[..., :head_dim], high[..., :head_dim]
 
 
@@ -77,52 +86,64 @@ def test_only_blocks_that_were_filled_are_packed(isa):
 
 @st.composite
 def keys(draw: st.DrawFn) -> Tensor:
-    """A block of 16 keys whose channels are of every kind: constant, one-sided, with an outlier, tiny, huge."""
+    """A block of 32 keys whose channels are of every kind: constant, one-sided, with an outlier, tiny, huge."""
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = torch.tensor([draw(st.sampled_from([1e-42, 1e-30, 1e-3, 1.0, 40.0, 1e30, 3e37])) for _ in range(8)])
     shift = torch.tensor([draw(st.sampled_from([0.0, 1.0, -3.0])) for _ in range(8)])
     spread = torch.tensor([draw(st.sampled_from([0.0, 1e-6, 1.0])) for _ in range(8)])
-    k = (torch.randn(16, 8, generator=rng).clamp(-3, 3) * spread + shift).clamp(-3, 3) * scale
+    k = (torch.randn(32, 8, generator=rng).clamp(-3, 3) * spread + shift).clamp(-3, 3) * scale
     if draw(st.booleans()):
-        k[draw(st.integers(0, 15)), draw(st.integers(0, 7))] = draw(st.sampled_from([1e4, -1e4, 0.0, 9e37, -9e37]))
+        k[draw(st.integers(0, 31)), draw(st.integers(0, 7))] = draw(st.sampled_from([1e4, -1e4, 0.0, 9e37, -9e37]))
     return k.to(draw(st.sampled_from([torch.float32, BF16])))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
-@given(keys(), st.sampled_from([8, 4, 2]), st.integers(0, 3), st.sampled_from([1.0, 0.4, 0.0]))
-def test_codes_are_rounded_outward_and_bounds_hold(k: Tensor, bits: int, sink: int, slack: float) -> None:
-    """Every range holds its page's, coarse ones too; none is wider than a step on either side; and the score at slack 1
+@given(
+    keys(),
+    st.sampled_from([8, 4, 2]),
+    st.sampled_from([(1, 16), (2, 8), (1, None), (4, None)]),
+    st.integers(0, 3),
+    st.sampled_from([1.0, 0.4, 0.0]),
+)
+def test_ranges_hold_their_pages_and_bounds_hold(k, bits, sizes, sink, slack):
+    """Every range holds its page's, coarse ones too; none is wider than a cell on either side; and the score at slack 1
     is never below a q . k of the page."""
-    packing = Packing(1, 16, 4, bits)
-    table, length = torch.tensor([[0]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32)
+    page_size, coarse_size = sizes
+    packing = Packing(page_size, 64 if coarse_size == 16 else 32, coarse_size, bits)
+    k = k.repeat(packing.block_size // 32, 1)
+    table, length = torch.tensor([[0]], dtype=torch.int32), torch.tensor([len(k)], dtype=torch.int32)
     cache = k[None, None]
     packed = torch.zeros(1, 1, packing.num_bytes(8), dtype=torch.uint8)
     quest.pack(cache, packed, table, length, length, packing=packing, sink_tokens=sink)
-    low, high = (x[0, 0].double() for x in ranges(packed, 8, packing))
-    wide = k.double()
-    pages = slice(sink, 16)
-    assert (low[pages] <= wide[pages]).all()
-    assert (high[pages] >= wide[pages]).all()
-    step = reference_packed.unpack(packed, 8, packing)["step"][0, 0, :8].double()
-    assert (wide - low)[pages].le(step * (1 + 1e-6)).all()
-    assert (high - wide)[pages].le(step * (1 + 1e-6)).all()
-    widest = wide[pages].amax(0) - wide[pages].amin(0)
-    assert (step * packing.levels <= widest * 1.02 + wide[pages].abs().amax(0) * 0.01 + 1e-38).all(), (
-        "no step is wasteful"
-    )
-    coarse_low, coarse_high = (x[0, 0].double() for x in ranges(packed, 8, packing, "coarse_"))
-    for page in range(sink, 16):
-        assert (coarse_low[page // 4] <= low[page]).all()
-        assert (coarse_high[page // 4] >= high[page]).all()
+    codes = reference_packed.unpack(packed, 8, packing)
+    lo, step = (codes[name][0, 0, :8].double() for name in ("lo", "step"))
+    low, high = lo + step * codes["low"][0, 0, :, :8], lo + step * (codes["high"][0, 0, :, :8] + 1)
+    wide = k.double().unflatten(0, (-1, page_size))
+    first = -(-sink // page_size)
+    true_low, true_high = wide.amin(1)[first:], wide.amax(1)[first:]
+    # an edge is computed in fp32, whose smallest number is 1.4e-45
+    rounding = 2**-22 * torch.maximum(true_low.abs(), true_high.abs()) + 3e-45
+    assert (low[first:] <= true_low + rounding).all()
+    assert (high[first:] >= true_high - rounding).all()
+    assert (true_low - low[first:] <= step + rounding).all()
+    assert (high[first:] - true_high <= step + rounding).all()
+    widest = true_high.amax(0) - true_low.amin(0)
+    assert (step * packing.cells <= widest * 1.01 + true_low.abs().amax(0) * 0.01 + 1e-39).all(), "no cell is wasteful"
+    if coarse_size:
+        of = torch.arange(first, len(low)) // packing.group_pages
+        coarse_low = lo + step * codes["coarse_low"][0, 0, of, :8]
+        coarse_high = lo + step * (codes["coarse_high"][0, 0, of, :8] + 1)
+        assert (coarse_low <= low[first:]).all()
+        assert (coarse_high >= high[first:]).all()
 
     query = torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(bits)) / wide.abs().amax().clamp_min(1e-30)
     options: dict[str, Any] = dict(packing=packing, sink_tokens=sink, group_rule="per_head")
     rows = cache, packed, table, length
     bound = quest.score_packed(query.float(), *rows, slack=1.0, **options)[0].double()
-    true = query.float().double()[0] @ wide.T
+    true = (query.float().double()[0] @ wide.flatten(0, 1).T).unflatten(1, (-1, page_size)).amax(2)
     size = query.double().abs()[0] @ torch.maximum(low.abs(), high.abs()).T
-    assert (bound[:, pages] >= (true - 1e-5 * size - 1e-30)[:, pages]).all()
-    assert (bound[:, :sink] == -math.inf).all()
+    assert (bound >= true - 1e-5 * size - 1e-30)[:, first:-1].all()
+    assert (bound[:, :first] == -math.inf).all(), "forced pages have no score"
     got, expected = (v.score_packed(query.float(), *rows, slack=slack, **options) for v in (quest, reference_packed))
     assert_near(got, expected.double(), expected, "score", size=size.max().item())
 
@@ -136,7 +157,7 @@ def test_a_constant_block_is_exact():
     quest.pack(cache, packed, table, length, length, packing=packing)
     query = torch.tensor([1.0, -2, 3, 0, 0, 0, 0, 0.5]).view(1, 1, 8)
     scores = quest.score_packed(query, cache, packed, table, length, packing=packing, group_rule="per_head")
-    assert scores.tolist() == [[[3.75] * 4]]
+    assert scores.tolist() == [[[3.75, 3.75, 3.75, -math.inf]]]  # the newest page is forced
 
 
 def test_an_outlier_among_the_sinks_spoils_no_range():
@@ -170,13 +191,15 @@ def test_scores_equal_the_reference(isa, packing):
         packed = packed_of(case, packing, sink)
         rows = case.query, case.k_cache, packed, case.block_table, case.seq_lens
         for rule in RULES:
-            options: dict[str, Any] = dict(packing=packing, coarse_keep=0.1, sink_tokens=sink, slack=0.4, window=window)
+            options: dict[str, Any] = dict(
+                packing=packing, coarse_keep=0.1, sink_tokens=sink, slack=0.4, coarse_slack=0.2, window=window
+            )
             options |= dict(group_rule=rule, budget=sink + 64, recent_tokens=8)
             got = quest.score_packed(*rows, **options)
             expected = reference_packed.score_packed(*rows, **options)
             raw = reference_packed.score_packed(*rows, **options | {"group_rule": "per_head"})
             size = raw[raw.isfinite()].abs().max().item()
-            assert_near(got, expected.double(), expected, f"{rule} {heads}", size=32 * size)
+            assert_near(got, expected.double(), expected, f"{rule} {heads}", size=128 * size)
 
 
 def test_coarse_pages_decide_whose_pages_are_scored():
@@ -191,9 +214,9 @@ def test_coarse_pages_decide_whose_pages_are_scored():
     packed = torch.zeros(40, 1, packing.num_bytes(32), dtype=torch.uint8)
     quest.pack(cache, packed, table, length, length, packing=packing)
     options: dict[str, Any] = dict(packing=packing, budget=64, recent_tokens=4, slack=0.4, group_rule="relative")
-    for keep, coarse in ((0.01, 2 * 64 // 16 + 1 + 2), (0.25, 40), (1.0, 160)):
+    for keep, coarse in ((0.01, 2 * 64 // 16 + 2), (0.25, 40), (1.0, 160)):
         scores = quest.score_packed(query, cache, packed, table, length, coarse_keep=keep, **options)[0, 0]
-        assert scores.isfinite().sum() == 4 * coarse
+        assert 4 * coarse - 1 <= scores.isfinite().sum() <= 4 * coarse  # the newest page is forced, and has no score
         assert scores.argmax() == (17 * 64 + 33) // 4
 
 
@@ -225,6 +248,7 @@ def config_of(packing: Packing, **changes: Any) -> QuestConfig:
         sink_tokens=16,
         recent_tokens=16,
         coarse_keep=0.1,
+        slack=0.4,
     )
     return QuestConfig(**config | changes)
 
@@ -246,12 +270,14 @@ def test_fused_equals_the_verbs_bit_for_bit(isa, packing):
                 mine = packed_of(case.replace(seq_lens=(case.seq_lens - q_len).clamp_min(0)), packing, 16)
                 results[backend] = quest.decode_packed(*step_of(state, mine), config=config, backend=backend, **options)
                 assert same(state.k_cache, case.k_cache)
-                full = [int(b) for row, n in zip(case.block_table, case.seq_lens) for b in row[: n // packing.block_size]]
+                full = [
+                    int(b) for row, n in zip(case.block_table, case.seq_lens) for b in row[: n // packing.block_size]
+                ]
                 assert mine[full].equal(packed[full])
             assert all(map(torch.equal, results["cpu"], results["verbs"]))
             score: dict[str, Any] = dict(budget=96, sink_tokens=16, recent_tokens=16, window=options.get("window"))
             scores = quest.score_packed(case.query, case.k_cache, packed, case.block_table, case.seq_lens,
-                                        packing=packing, coarse_keep=0.1, slack=0.4, group_rule=rule, **score)  # fmt: skip
+                                        packing=packing, coarse_keep=0.1, slack=0.4, coarse_slack=0.2, group_rule=rule, **score)  # fmt: skip
             page_idx, _ = quest.select(scores, case.seq_lens, page_size=packing.page_size, **score)
             check_attend(results["cpu"], case, page_idx, **options)
             assert_near(results["cpu"][0], results["reference"][0].double(), results["reference"][0], "out", dtype)
@@ -351,7 +377,7 @@ def test_bad_arguments_are_named():
     [
         (dict(summary_bits=3), "summary_bits must be None, 8, 4, 2, got 3"),
         (dict(coarse_size=64), "coarse_size needs summary_bits"),
-        (dict(summary_bits=4, page_size=4, coarse_size=24), "coarse_size must be 4, 8 or 16 pages"),
+        (dict(summary_bits=4, page_size=4, coarse_size=24), "coarse_size must be a power of two of pages"),
         (dict(summary_bits=4, page_size=4, coarse_size=16, block_size=96), r"multiple of 4 coarse pages \(64\)"),
         (dict(summary_bits=4, page_size=4, block_size=24), r"multiple of 4 pages \(16\)"),
         (dict(summary_bits=4, coarse_keep=0.0), "coarse_keep must be in"),
@@ -465,13 +491,13 @@ def test_opcheck():
     torch.library.opcheck(
         ops.pack.default, (case.k_cache, packed, *rows, case.seq_lens, *settings, 4, True), test_utils=checks
     )
-    score = (0.25, 96, 0.0, 4, 4, 0.125, 0.4, "relative", -1, True)
+    score = (0.25, 96, 0.0, 4, 4, 0.125, 0.4, 0.2, "relative", -1, True)
     query = case.query.contiguous()
     torch.library.opcheck(
         ops.score_packed.default, (query, case.k_cache, packed, *rows, *settings, *score), test_utils=checks
     )
     step = (query, case.key.contiguous(), case.value.contiguous(), case.k_cache, case.v_cache, packed, *rows)
-    rest = (0.25, False, 0.125, 96, 0.0, 4, 4, 25, 0.4, "relative")
+    rest = (0.25, 0.2, False, 0.125, 96, 0.0, 4, 4, 25, 0.4, "relative")
     torch.library.opcheck(
         ops.decode_packed.default, (*step, case.slot_mapping.contiguous(), *settings, *rest), test_utils=checks
     )
@@ -495,7 +521,9 @@ def test_every_instruction_set_selects_the_same(name):
     packed = packed_of(case, packing, 16)
     rows = case.query, case.k_cache, packed, case.block_table, case.seq_lens
     common: dict[str, Any] = dict(budget=96, sink_tokens=16, recent_tokens=16)
-    score: dict[str, Any] = dict(packing=packing, coarse_keep=0.2, slack=0.4, group_rule="relative", **common)
+    score: dict[str, Any] = dict(
+        packing=packing, coarse_keep=0.2, slack=0.4, coarse_slack=0.2, group_rule="relative", **common
+    )
     try:
         backends.use_isa(name)
         got = quest.select(quest.score_packed(*rows, **score), case.seq_lens, page_size=4, **common)

@@ -60,17 +60,25 @@ QUEST_INLINE IVec ceil_to_int(Vec x) {
 #endif
 }
 
-// The weights of at most four heads for the pages of one block: integer pairs (of maximum, of minimum) per channel, in
-// units that make the largest there may be `max_weight`. A page's score is base + unit * (sum of weight * code).
+// Codes of one level: of coarse pages, of pages, or of pages of one token, which have one code per channel.
+struct Level {
+  int64_t words, lanes;
+  int bits;
+  bool coarse, single;
+};
+
+// The weights of at most four heads for the pages of one block, as pairs of integers (for bits 0..15 and 16..31 of the
+// words) in units that make the largest there may be `max_weight`. A page's score is base + unit * (sum of weight x
+// code).
 struct BlockWeights {
   alignas(64) int32_t pairs[4 * kMaxHeadDim + W];                // [heads, dim]
   alignas(64) int32_t spread[W > 4 ? 4 * kMaxHeadDim * 8 : 16];  // [heads, dim * lanes / W, W], where lanes < W
   float base[4], unit[4];
 
   // `bounds` are the block's lo and step; `soon` is what is read next, asked for line by line.
-  void make(const PackedScoreParams& p, int64_t token, int64_t first_head, int heads, const char* bounds,
-            const char* soon) {
-    const int64_t dim = p.packed.dim;
+  void make(const PackedScoreParams& p, int64_t token, int64_t first_head, int heads, const Level& level,
+            const char* bounds, const char* soon) {
+    const int64_t dim = p.packed.dim, half = dim / 2;
     const auto* lo = reinterpret_cast<const bf16*>(bounds);
     const bf16* step = lo + dim;
     Vec tops{};
@@ -81,17 +89,29 @@ struct BlockWeights {
     const float top = largest(tops), most = static_cast<float>(p.max_weight);
     for (int h = 0; h < heads; h++) {
       const int64_t head = token * p.num_heads + first_head + h;
-      const float* above = p.weights + (2 * token * p.num_heads + first_head + h) * dim;
+      const float* above = p.weights + ((4 * token + 2 * level.coarse) * p.num_heads + first_head + h) * dim;
       const float *below = above + p.num_heads * dim, scale = p.largest[head] * top;
       const float inverse = scale > 1e-30f ? most / scale : 0.0f;
-      int32_t* to = pairs + h * dim;
       Vec sums{};
-      for (int64_t d = 0; d < dim; d += W) {
-        const Vec a = load(above + d), b = load(below + d), s = load(step + d);
-        sums += (a + b) * load(lo + d);
-        const IVec up = ceil_to_int(a * s * inverse), down = ceil_to_int(b * s * inverse);
-        const IVec pair = (up & 0xffff) | (IVec)((UVec)down << 16);
-        memcpy(to + d, &pair, sizeof pair);
+      // An upper edge is one step above its cell's lower edge.
+      auto start = [&](int64_t d) {
+        const Vec a = load(above + d), q = a + load(below + d);
+        sums += q * load(lo + d) + a * load(step + d);
+        return q;
+      };
+      auto put = [&](int64_t d, IVec first, IVec second) {
+        const IVec pair = (first & 0xffff) | (IVec)((UVec)second << 16);
+        memcpy(pairs + h * dim + d, &pair, sizeof pair);
+      };
+      if (level.single) {
+        auto weight = [&](int64_t d) { return ceil_to_int(start(d) * load(step + d) * inverse); };
+        for (int64_t d = 0; d < half; d += W) put(d, weight(d), weight(d + half));
+      } else {
+        auto weight = [&](const float* of, int64_t d) { return ceil_to_int(load(of + d) * load(step + d) * inverse); };
+        for (int64_t d = 0; d < dim; d += W) {
+          start(d);
+          put(d, weight(above, d), weight(below, d));
+        }
       }
       base[h] = sum(sums);
       unit[h] = scale * (1.0f / most);
@@ -99,13 +119,13 @@ struct BlockWeights {
   }
   // Weights in the order of vectors that hold several words of Lanes < W pages.
   template <int Lanes>
-  void spread_for(const Packed& x, int heads) {
+  void spread_for(const Packed& x, const Level& level, int heads) {
     constexpr int64_t step = W / Lanes;  // words of a vector
-    const int64_t words = x.words, places = 16 / x.bits;
+    const int64_t words = level.words, places = 16 / level.bits;
     IVec from;
     for (int i = 0; i < W; i++) from[i] = i / Lanes;
     for (int h = 0; h < heads; h++) {
-      int32_t* to = spread + h * x.dim * Lanes;
+      int32_t* to = spread + h * words * places * Lanes;
       for (int64_t w = 0; w < words; w += step)
         for (int64_t j = 0; j < places; j++, to += W) {
           const IVec lane = permute(load_words(pairs + h * x.dim + j * words + w), from);
@@ -117,22 +137,23 @@ struct BlockWeights {
 
 // Scores of `lanes` >= W pages whose words lie side by side: to[h * ldt + lane].
 template <int Bits, int H>
-QUEST_INLINE void score_wide(const BlockWeights& weights, const Packed& x, const char* codes, const char* soon,
-                             int lanes, float* to, int64_t ldt) {
+QUEST_INLINE void score_wide(const BlockWeights& weights, int64_t dim, const Level& level, const char* codes,
+                             const char* soon, float* to, int64_t ldt) {
   constexpr int places = 16 / Bits;
   constexpr int32_t mask = ((1 << Bits) - 1) * 0x10001;
-  for (int part = 0; part < lanes; part += W) {
-    const auto* words = reinterpret_cast<const int32_t*>(codes) + part;
+  const int64_t words = level.words, lanes = level.lanes;
+  for (int64_t part = 0; part < lanes; part += W) {
+    const auto* at = reinterpret_cast<const int32_t*>(codes) + part;
     IVec acc[2][H] = {};
-    for (int64_t w = 0; w < x.words; w++) {
+    for (int64_t w = 0; w < words; w++) {
       prefetch(soon + (w * lanes + part) * 4);
-      const IVec all = load_words(words + w * lanes);
+      const IVec all = load_words(at + w * lanes);
 #pragma GCC unroll 8
       for (int j = 0; j < places; j++) {
         const IVec pair = (IVec)((UVec)all >> (Bits * j)) & mask;
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++)
-          acc[j & 1][h] = add_pairs(acc[j & 1][h], pair, splat_word(weights.pairs[h * x.dim + j * x.words + w]));
+          acc[j & 1][h] = add_pairs(acc[j & 1][h], pair, splat_word(weights.pairs[h * dim + j * words + w]));
       }
     }
     for (int h = 0; h < H; h++) {
@@ -144,11 +165,11 @@ QUEST_INLINE void score_wide(const BlockWeights& weights, const Packed& x, const
 
 // Scores of Lanes < W pages whose words lie side by side, for T such groups at once: to[t][h * ldt + lane].
 template <int Bits, int H, int Lanes, int T>
-QUEST_INLINE void score_narrow(const BlockWeights& weights, const Packed& x, const char* const* codes,
+QUEST_INLINE void score_narrow(const BlockWeights& weights, const Level& level, const char* const* codes,
                                const char* const* soon, float* const* to, int64_t ldt) {
   constexpr int places = 16 / Bits;
   constexpr int32_t mask = ((1 << Bits) - 1) * 0x10001;
-  const int64_t vectors = x.words * Lanes / W;
+  const int64_t vectors = level.words * Lanes / W;
   IVec acc[T][H] = {};
   for (int64_t v = 0; v < vectors; v++) {
     IVec all[T];
@@ -196,26 +217,25 @@ QUEST_INLINE void by_bits_and_heads(int bits, int heads, const F& f) {
 
 // Scores of n runs of codes, each of `lanes` pages: to[i] points to the first head's score of run i's first page.
 // `soon` has a pointer for each run: what is read later, as long as this.
-inline void score_runs(BlockWeights& weights, const Packed& x, int64_t lanes, int heads, const char* const* codes,
+inline void score_runs(BlockWeights& weights, const Packed& x, const Level& level, int heads, const char* const* codes,
                        const char* const* soon, int64_t n, float* const* to, int64_t ldt) {
   auto narrow = [&](auto count) {
     constexpr int Lanes = decltype(count)::value, T = kRegisters == 32 ? 4 : 2;
-    weights.spread_for<Lanes>(x, heads);
-    by_bits_and_heads(x.bits, heads, [&](auto bits, auto some) {
+    weights.spread_for<Lanes>(x, level, heads);
+    by_bits_and_heads(level.bits, heads, [&](auto bits, auto some) {
       constexpr int Bits = decltype(bits)::value, H = decltype(some)::value;
       int64_t i = 0;
-      for (; i + T <= n; i += T) score_narrow<Bits, H, Lanes, T>(weights, x, codes + i, soon + i, to + i, ldt);
-      for (; i < n; i++) score_narrow<Bits, H, Lanes, 1>(weights, x, codes + i, soon + i, to + i, ldt);
+      for (; i + T <= n; i += T) score_narrow<Bits, H, Lanes, T>(weights, level, codes + i, soon + i, to + i, ldt);
+      for (; i < n; i++) score_narrow<Bits, H, Lanes, 1>(weights, level, codes + i, soon + i, to + i, ldt);
     });
   };
   if constexpr (W > 8)
-    if (lanes == 8) return narrow(Number<8>{});
+    if (level.lanes == 8) return narrow(Number<8>{});
   if constexpr (W > 4)
-    if (lanes == 4) return narrow(Number<4>{});
-  by_bits_and_heads(x.bits, heads, [&](auto bits, auto some) {
+    if (level.lanes == 4) return narrow(Number<4>{});
+  by_bits_and_heads(level.bits, heads, [&](auto bits, auto some) {
     for (int64_t i = 0; i < n; i++)
-      score_wide<decltype(bits)::value, decltype(some)::value>(weights, x, codes[i], soon[i], static_cast<int>(lanes),
-                                                               to[i], ldt);
+      score_wide<decltype(bits)::value, decltype(some)::value>(weights, x.dim, level, codes[i], soon[i], to[i], ldt);
   });
 }
 

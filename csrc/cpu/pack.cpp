@@ -1,4 +1,4 @@
-// pack: the summary of a full block as codes, rounded outward between bounds that its pages share. quest/packing.py has
+// pack: the summary of a full block as codes, the cells that hold its pages' minima and maxima. quest/packing.py has
 // the layout, quest/reference_packed.py the rule.
 #include "cpu/tables.h"
 
@@ -21,31 +21,31 @@ static float from_bf16(uint16_t x) { return bits_to_float(uint32_t{x} << 16); }
 static float next_up(float x) { return bits_to_float(float_to_bits(x) + 1); }
 
 QUEST_INLINE float floor_of(float x) { return __builtin_floorf(x); }
-QUEST_INLINE float clip(float x, float most) { return x > 0 ? (x < most ? x : most) : 0.0f; }
 
-struct Bounds {
-  float lo, step;
+// A channel's cells.
+struct Cells {
+  float lo, step, last;
 
-  // Floor code of a minimum, ceiling code of a maximum. The division rounds; a code that is not outward moves on.
-  uint32_t below(float x, float levels) const {
-    if (!(step > 0)) return 0;
-    float c = floor_of((x - lo) / step);
-    c -= lo + c * step > x;
-    return static_cast<uint32_t>(clip(c, levels));
+  // The cell of a minimum, whose lower edge is not above it, of a maximum, whose upper edge is not below it, and of a
+  // key that is both. The division rounds: a cell that doesn't hold its key moves.
+  uint32_t lower(float x) const { return clip(below(x)); }
+  uint32_t upper(float x) const { return clip(above(-floor_of(-(x - lo) / step) - 1, x)); }
+  uint32_t only(float x) const { return clip(above(below(x), x)); }
+
+ private:
+  float below(float x) const {
+    const float c = floor_of((x - lo) / step);
+    return c - (lo + c * step > x);
   }
-  uint32_t above(float x, float levels) const {
-    if (!(step > 0)) return 0;
-    float c = -floor_of(-(x - lo) / step);
-    c += lo + c * step < x;
-    return static_cast<uint32_t>(clip(c, levels));
-  }
+  float above(float c, float x) const { return c + (lo + (c + 1) * step < x); }
+  uint32_t clip(float c) const { return step > 0 && c > 0 ? static_cast<uint32_t>(c < last ? c : last) : 0; }
 };
 
-static Bounds bounds_of(float low, float high, float levels, uint16_t* lo, uint16_t* step) {
+static Cells cells_of(float low, float high, float count, uint16_t* lo, uint16_t* step) {
   *lo = bf16_below(low);
   const double width = static_cast<double>(high) - static_cast<double>(from_bf16(*lo));
-  *step = width > 0 ? bf16_above(next_up(static_cast<float>(width / levels))) : 0;
-  return {from_bf16(*lo), from_bf16(*step)};
+  *step = width > 0 ? bf16_above(next_up(static_cast<float>(width / count))) : 0;
+  return {from_bf16(*lo), from_bf16(*step), count - 1};
 }
 
 // One KV head of block `index` of a row, which is full.
@@ -53,7 +53,7 @@ template <typename T>
 static void pack_block(T*, const PackParams& p, int64_t block, int64_t kv_head, int64_t sink) {
   const Packed& x = p.packed;
   const int64_t page_size = p.seq.page_size, head_dim = p.k_cache.dim;
-  const float levels = static_cast<float>(x.levels());
+  const float count = static_cast<float>(x.cells());
   const T* keys =
       static_cast<const T*>(p.k_cache.data) + block * p.k_cache.stride_block + kv_head * p.k_cache.stride_head;
   char* out = x.data + block * x.stride_block + kv_head * x.stride_head;
@@ -62,9 +62,10 @@ static void pack_block(T*, const PackParams& p, int64_t block, int64_t kv_head, 
   uint16_t* step = lo + x.dim;
   auto* coarse = reinterpret_cast<uint32_t*>(out + x.coarse_at);
   auto* fine = reinterpret_cast<uint32_t*>(out + x.fine_at);
-  // Where a page's word is among those of its level.
-  auto at = [&](int64_t page, int64_t lanes, int64_t word) {
-    return (page / lanes * x.words + word) * lanes + page % lanes;
+  // Put code c of channel `place` among the `of_page` words of a page, in the lower or the upper half of one.
+  auto put = [&](uint32_t* words, int64_t of_page, int64_t lanes, int64_t page, int64_t place, int half, uint32_t c) {
+    const int64_t at = (page / lanes * of_page + place % of_page) * lanes + page % lanes;
+    words[at] |= c << (place / of_page * x.bits + 16 * half);
   };
 
   for (int64_t d = 0; d < head_dim; d += W) {
@@ -89,26 +90,31 @@ static void pack_block(T*, const PackParams& p, int64_t block, int64_t kv_head, 
         most[i] = high[i] > most[i] ? high[i] : most[i];
       }
     }
-    Bounds bounds[W];
+    Cells cells[W];
     for (int64_t i = 0; i < n; i++)
-      bounds[i] = sink < x.pages ? bounds_of(least[i], most[i], levels, lo + d + i, step + d + i) : Bounds{0, 0};
+      cells[i] = sink < x.pages ? cells_of(least[i], most[i], count, lo + d + i, step + d + i) : Cells{0, 0, 0};
     for (int64_t group = sink / x.group_pages; group < x.groups; group++) {
       uint32_t down[W], up[W] = {};
-      for (int64_t i = 0; i < W; i++) down[i] = static_cast<uint32_t>(levels);
-      const int64_t first = group * x.group_pages, end = first + x.group_pages;
+      for (int64_t i = 0; i < W; i++) down[i] = static_cast<uint32_t>(count) - 1;
+      const int64_t first = group * x.group_pages, end = first + x.group_pages, half = x.dim / 2;
       for (int64_t page = first > sink ? first : sink; page < end; page++) {
         range(page, low, high);
         for (int64_t i = 0; i < n; i++) {
-          const int64_t word = (d + i) % x.words, shift = (d + i) / x.words * x.bits;
-          const uint32_t b = bounds[i].below(low[i], levels), a = bounds[i].above(high[i], levels);
-          fine[at(page, x.group_pages, word)] |= a << shift | b << (16 + shift);
+          const uint32_t a = x.single ? cells[i].only(high[i]) : cells[i].upper(high[i]);
+          const uint32_t b = x.single ? a : cells[i].lower(low[i]);
+          if (x.single) {
+            put(fine, x.words, x.lanes, page, (d + i) % half, (d + i) / half, a);
+          } else {
+            put(fine, x.words, x.lanes, page, d + i, 0, a);
+            put(fine, x.words, x.lanes, page, d + i, 1, b);
+          }
           down[i] = b < down[i] ? b : down[i];
           up[i] = a > up[i] ? a : up[i];
         }
       }
       for (int64_t i = 0; x.coarse && i < n; i++) {
-        const int64_t word = (d + i) % x.words, shift = (d + i) / x.words * x.bits;
-        coarse[at(group, x.coarse_lanes, word)] |= up[i] << shift | down[i] << (16 + shift);
+        put(coarse, x.coarse_words, x.coarse_lanes, group, d + i, 0, up[i]);
+        put(coarse, x.coarse_words, x.coarse_lanes, group, d + i, 1, down[i]);
       }
     }
   }

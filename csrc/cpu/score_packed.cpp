@@ -7,20 +7,23 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-// The weights of maxima and of minima for one token's query heads, and the largest of each head.
+// The weights of maxima and of minima for one token's query heads, of pages and of coarse ones, and each head's largest
+// |query|.
 void weigh_packed(const PackedScoreParams& p, int64_t token) {
   const int64_t b = token / p.seq.q_len, t = token % p.seq.q_len, dim = p.packed.dim;
-  const float with = (1 + p.slack) / 2, against = (1 - p.slack) / 2;
+  alignas(64) float query[kMaxHeadDim];
   for (int64_t h = 0; h < p.num_heads; h++) {
-    float *above = p.weights + (2 * token * p.num_heads + h) * dim, *below = above + p.num_heads * dim;
-    load_query(static_cast<float*>(nullptr), p.query, b, t, h, above, dim);
-    float most = 0;
-    for (int64_t d = 0; d < dim; d++) {
-      const float q = above[d];
-      above[d] = q * (q > 0 ? with : against);
-      below[d] = q * (q > 0 ? against : with);
-      most = max_known(most, with * (q < 0 ? -q : q));
+    load_query(static_cast<float*>(nullptr), p.query, b, t, h, query, dim);
+    for (int level = 0; level < 2; level++) {
+      const float slack = level ? p.coarse_slack : p.slack, toward = (1 + slack) / 2, against = (1 - slack) / 2;
+      float *above = p.weights + ((4 * token + 2 * level) * p.num_heads + h) * dim, *below = above + p.num_heads * dim;
+      for (int64_t d = 0; d < dim; d++) {
+        above[d] = query[d] * (query[d] > 0 ? toward : against);
+        below[d] = query[d] * (query[d] > 0 ? against : toward);
+      }
     }
+    float most = 0;
+    for (int64_t d = 0; d < dim; d++) most = max_known(most, query[d] < 0 ? -query[d] : query[d]);
     p.largest[token * p.num_heads + h] = most;
   }
 }
@@ -51,7 +54,7 @@ static void heads_of(const Unit& u, const F& f) {
 void score_groups(const PackedScoreParams& p, int64_t unit, int64_t begin, int64_t end) {
   const Packed& x = p.packed;
   const Unit u(p, unit);
-  const int64_t lanes = x.coarse_lanes;
+  const Level level{x.coarse_words, x.coarse_lanes, x.bits, true, false};
   float* raw = p.coarse_raw + (u.token * p.num_heads + u.first_head) * p.max_groups;
   auto block_at = [&](int64_t i) {
     const int64_t id = p.seq.block(u.b, i);
@@ -68,16 +71,16 @@ void score_groups(const PackedScoreParams& p, int64_t unit, int64_t begin, int64
     }
     if (!next) next = block;
     heads_of(u, [&](int64_t h, int heads) {
-      weights.make(p, u.token, u.first_head + h, heads, block, next);
+      weights.make(p, u.token, u.first_head + h, heads, level, block, next);
       const char *codes[kRuns], *soon[kRuns];
       float* first[kRuns];
       for (int64_t g = 0; g < x.groups;) {
         int64_t n = 0;
-        for (; n < kRuns && g < x.groups; n++, g += lanes) {
-          const int64_t at = x.coarse_at + g * x.words * 4;
+        for (; n < kRuns && g < x.groups; n++, g += level.lanes) {
+          const int64_t at = x.coarse_at + g * level.words * 4;
           codes[n] = block + at, soon[n] = next + at, first[n] = to + h * p.max_groups + g;
         }
-        score_runs(weights, x, lanes, heads, codes, soon, n, first, p.max_groups);
+        score_runs(weights, x, level, heads, codes, soon, n, first, p.max_groups);
       }
     });
   }
@@ -86,7 +89,7 @@ void score_groups(const PackedScoreParams& p, int64_t unit, int64_t begin, int64
 // Which groups of a unit have their pages scored.
 void keep(const PackedScoreParams& p, int64_t unit) {
   const Unit u(p, unit);
-  const int64_t begin = p.first_group(u.span), end = p.full_blocks(u.span) * p.packed.groups;
+  const int64_t begin = p.first_group(u.span), end = p.last_group(u.span, u.b);
   const int64_t kept = p.kept_of(end - begin, u.span.pos);
   int32_t* to = p.kept + unit * p.max_kept;
   int64_t count = 0;
@@ -106,14 +109,16 @@ void keep(const PackedScoreParams& p, int64_t unit) {
 void score_kept(const PackedScoreParams& p, int64_t unit, int64_t begin, int64_t end) {
   const Packed& x = p.packed;
   const Unit u(p, unit);
-  const int64_t size = x.group_pages, bytes = size * x.words * 4, first_page = p.first_page(u.span);
+  const Level level{x.words, x.lanes, x.bits, false, x.single};
+  const int64_t size = x.group_pages, runs = size / x.lanes, bytes = x.lanes * x.words * 4;
+  const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
   const int32_t* kept = p.kept + unit * p.max_kept;
   float* raw = p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates;
   auto block_of = [&](int64_t i) {
     const int64_t id = p.seq.block(u.b, kept[i] / x.groups);
     return id < 0 ? nullptr : x.block(id, u.kv_head);
   };
-  auto codes_in = [&](const char* block, int64_t i) { return block + x.fine_at + kept[i] % x.groups * bytes; };
+  auto codes_in = [&](const char* block, int64_t i) { return block + x.fine_at + kept[i] % x.groups * runs * bytes; };
   auto hide = [&](int64_t from, int64_t to) {
     for (int64_t h = 0; h < u.group; h++)
       for (int64_t c = from; c < to; c++) raw[h * p.max_candidates + c] = -kInf;
@@ -124,27 +129,30 @@ void score_kept(const PackedScoreParams& p, int64_t unit, int64_t begin, int64_t
     // Groups of one block share its weights.
     const char* block = block_of(i);
     int64_t next = i + 1;
-    while (next < end && next - i < kRuns && kept[next] / x.groups == kept[i] / x.groups) next++;
+    while (next < end && (next + 1 - i) * runs <= kRuns && kept[next] / x.groups == kept[i] / x.groups) next++;
     if (!block) {
       hide(i * size, next * size);
       i = next;
       continue;
     }
+    const int64_t n = (next - i) * runs;
     const char *codes[kRuns], *soon[kRuns], *then = next < end ? block_of(next) : block;
-    for (int64_t r = 0; i + r < next; r++) {
-      codes[r] = codes_in(block, i + r);
-      const char* later = next + r < end ? block_of(next + r) : nullptr;
-      soon[r] = later ? codes_in(later, next + r) : codes[r];
+    for (int64_t r = 0; r < n; r++) {
+      codes[r] = codes_in(block, i + r / runs) + r % runs * bytes;
+      const int64_t after = next + r / runs;
+      const char* later = after < end ? block_of(after) : nullptr;
+      soon[r] = later ? codes_in(later, after) + r % runs * bytes : codes[r];
     }
     heads_of(u, [&](int64_t h, int heads) {
-      weights.make(p, u.token, u.first_head + h, heads, block, then ? then : block);
+      weights.make(p, u.token, u.first_head + h, heads, level, block, then ? then : block);
       float* to[kRuns];
-      for (int64_t r = 0; i + r < next; r++) to[r] = raw + h * p.max_candidates + (i + r) * size;
-      score_runs(weights, x, size, heads, codes, soon, next - i, to, p.max_candidates);
+      for (int64_t r = 0; r < n; r++) to[r] = raw + h * p.max_candidates + i * size + r * x.lanes;
+      score_runs(weights, x, level, heads, codes, soon, n, to, p.max_candidates);
     });
     for (; i < next; i++) {
-      const int64_t hidden = first_page - kept[i] * size;
-      if (hidden > 0) hide(i * size, i * size + (hidden < size ? hidden : size));
+      const int64_t before = first_page - kept[i] * size, after = (kept[i] + 1) * size - last_page;
+      if (before > 0) hide(i * size, i * size + (before < size ? before : size));
+      if (after > 0) hide((i + 1) * size - (after < size ? after : size), (i + 1) * size);
     }
   }
 }
@@ -153,26 +161,26 @@ template <typename T>
 static void score_open_pages(T*, const PackedScoreParams& p, int64_t unit) {
   const Sequences& seq = p.seq;
   const Unit u(p, unit);
-  const int64_t dim = p.k_cache.dim, wide = p.packed.dim, first_page = p.first_page(u.span);
+  const int64_t dim = p.k_cache.dim, wide = p.packed.dim;
+  const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
   const int64_t index = p.full_blocks(u.span), block = seq.block(u.b, index), open = index * p.packed.pages;
   float* to =
       p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates + p.num_kept[unit] * p.packed.group_pages;
-  const float* above = p.weights + (2 * u.token * p.num_heads + u.first_head) * wide;
+  const float* above = p.weights + (4 * u.token * p.num_heads + u.first_head) * wide;
   const float* below = above + p.num_heads * wide;
   alignas(64) float low[kMaxHeadDim] = {}, high[kMaxHeadDim] = {};
-  for (int64_t page = open; page < u.span.scored_end; page++, to++) {
+  for (int64_t page = open; page < last_page; page++, to++) {
     if (block < 0 || page < first_page) {
       for (int64_t h = 0; h < u.group; h++) to[h * p.max_candidates] = -kInf;
       continue;
     }
-    const int64_t first = page * seq.page_size, left = u.span.pos + 1 - first;
-    const int64_t tokens = left < seq.page_size ? left : seq.page_size;
+    const int64_t first = page * seq.page_size;
     const T* keys = static_cast<const T*>(p.k_cache.data) + block * p.k_cache.stride_block +
                     u.kv_head * p.k_cache.stride_head + (first - index * seq.block_size) * p.k_cache.stride_row;
     for (int64_t d = 0; d < dim; d += W) {
       const int64_t n = dim - d < W ? dim - d : W;
       Vec l = splat(kInf), h = splat(-kInf);
-      for (int64_t j = 0; j < tokens; j++) {
+      for (int64_t j = 0; j < seq.page_size; j++) {
         const T* row = keys + j * p.k_cache.stride_row + d;
         const Vec v = n == W ? load(row) : load_n(row, n);
         l = v < l ? v : l;
@@ -195,20 +203,20 @@ void score_open(const PackedScoreParams& p, int64_t unit) {
   by_dtype(p.k_cache.dtype, [&](auto* type) { score_open_pages(type, p, unit); });
 }
 
-// The group rule over a unit's candidates; the first ones may be pages of the sink or before the window.
+// The group rule over a unit's candidates; the first and the last ones may be forced, or outside the window.
 void agree_packed(const PackedScoreParams& p, int64_t unit) {
   const Unit u(p, unit);
-  const int64_t size = p.packed.group_pages, in_groups = p.num_kept[unit] * size, first_page = p.first_page(u.span);
-  const int64_t open = p.full_blocks(u.span) * p.packed.pages, n = p.candidates(u.span, unit);
+  const int64_t size = p.packed.group_pages, in_groups = p.num_kept[unit] * size;
+  const int64_t open = p.full_blocks(u.span) * p.packed.pages, n = p.candidates(u.span, u.b, unit);
+  const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
   const int32_t* kept = p.kept + unit * p.max_kept;
   float* to = p.scores + unit * p.max_candidates;
-  int64_t begin = 0;
-  for (; begin < n; begin++) {
-    if ((begin < in_groups ? kept[begin / size] * size + begin % size : open + begin - in_groups) >= first_page) break;
-    to[begin] = -kInf;
-  }
+  auto page = [&](int64_t i) { return i < in_groups ? kept[i / size] * size + i % size : open + i - in_groups; };
+  int64_t begin = 0, end = n;
+  for (; begin < end && page(begin) < first_page; begin++) to[begin] = -kInf;
+  for (; end > begin && page(end - 1) >= last_page; end--) to[end - 1] = -kInf;
   const float* raw = p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates;
-  agree_heads(raw, p.max_candidates, u.group, begin, n, p.rule == GroupRule::softmax, p.softmax_scale, to);
+  agree_heads(raw, p.max_candidates, u.group, begin, end, p.rule == GroupRule::softmax, p.softmax_scale, to);
 }
 
 }  // namespace quest::cpu::QUEST_ISA

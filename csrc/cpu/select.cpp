@@ -18,7 +18,7 @@ class Scored {
     kept_ = packed_->kept + of * packed_->max_kept;
     in_groups_ = packed_->num_kept[of] * packed_->packed.group_pages;
     open_ = packed_->full_blocks(span) * packed_->packed.pages;
-    n_ = packed_->candidates(span, of);
+    n_ = packed_->candidates(span, of / packed_->num_kv_heads / p.seq.q_len, of);
   }
   const float* at(int64_t place) const { return scores_ + place; }
   int64_t page(int64_t place) const {
