@@ -146,9 +146,10 @@ void expect_finite(const AppendParams& p, const char* op) {
 }
 
 PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
-                                      const Sequences& seq, double coarse_keep, int64_t budget, double budget_fraction,
-                                      int64_t sink_pages, int64_t recent_pages, double softmax_scale, double slack,
-                                      double coarse_slack, const std::string& group_rule, const char* op) {
+                                      const Sequences& seq, double coarse_keep, int64_t coarse_limit, int64_t budget,
+                                      double budget_fraction, int64_t sink_pages, int64_t recent_pages,
+                                      double softmax_scale, double slack, double coarse_slack,
+                                      const std::string& group_rule, const char* op) {
   PackedScoreParams p;
   p.seq = seq;
   p.query = rows_of(query, op, "query");
@@ -161,6 +162,7 @@ PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache
   p.budget = budget;
   p.budget_fraction = budget_fraction;
   p.coarse_keep = coarse_keep;
+  p.coarse_limit = coarse_limit;
   p.slack = static_cast<float>(slack);
   p.coarse_slack = static_cast<float>(coarse_slack);
   p.softmax_scale = static_cast<float>(softmax_scale);
@@ -170,7 +172,8 @@ PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache
          "num_heads must be a multiple of num_kv_heads");
   expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && k_cache.size(0) == seq.num_blocks, op, "query",
          "must match k_cache and the block table");
-  expect(coarse_keep > 0 && coarse_keep <= 1, op, "coarse_keep", "must be in (0, 1]");
+  expect(coarse_keep > 0 && coarse_keep <= 1 && coarse_limit >= 1, op, "coarse_keep, coarse_limit",
+         "must be in (0, 1], and at least 1");
   expect(sink_pages >= 0 && recent_pages >= 1 && budget >= 0 && budget_fraction >= 0, op, "budget",
          "budget and forced pages must not be negative, the newest page is always read");
   return p;

@@ -23,9 +23,10 @@ Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size,
 // Refuses keys that are not finite or too large for codes, in the tokens that are stored.
 void expect_finite(const AppendParams& p, const char* op);
 PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
-                                      const Sequences& seq, double coarse_keep, int64_t budget, double budget_fraction,
-                                      int64_t sink_pages, int64_t recent_pages, double softmax_scale, double slack,
-                                      double coarse_slack, const std::string& group_rule, const char* op);
+                                      const Sequences& seq, double coarse_keep, int64_t coarse_limit, int64_t budget,
+                                      double budget_fraction, int64_t sink_pages, int64_t recent_pages,
+                                      double softmax_scale, double slack, double coarse_slack,
+                                      const std::string& group_rule, const char* op);
 // What scoring works in. `candidates` are the scores that the selection reads.
 struct PackedScratch {
   Tensor floats, kept, raw, candidates;

@@ -22,9 +22,9 @@ void pack(const Tensor& k_cache, Tensor packed, const Tensor& block_table, const
           const Tensor& num_new, int64_t page_size, int64_t coarse_size, int64_t bits, int64_t sink_pages, bool check);
 Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& packed, const Tensor& block_table,
                     const Tensor& seq_lens, int64_t page_size, int64_t coarse_size, int64_t bits, double coarse_keep,
-                    int64_t budget, double budget_fraction, int64_t sink_pages, int64_t recent_pages,
-                    double softmax_scale, double slack, double coarse_slack, std::string group_rule, int64_t window,
-                    bool check);
+                    int64_t coarse_limit, int64_t budget, double budget_fraction, int64_t sink_pages,
+                    int64_t recent_pages, double softmax_scale, double slack, double coarse_slack,
+                    std::string group_rule, int64_t window, bool check);
 std::tuple<Tensor, Tensor> select(const Tensor& scores, const Tensor& seq_lens, int64_t page_size, int64_t budget,
                                   double budget_fraction, int64_t sink_pages, int64_t recent_pages, int64_t window,
                                   int64_t max_selected, bool check);
@@ -43,11 +43,11 @@ std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& key, const 
 std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor k_cache,
                                          Tensor v_cache, Tensor packed, const Tensor& block_table,
                                          const Tensor& seq_lens, const Tensor& slot_mapping, int64_t page_size,
-                                         int64_t coarse_size, int64_t bits, double coarse_keep, double coarse_slack,
-                                         bool dense, double softmax_scale, int64_t budget, double budget_fraction,
-                                         int64_t sink_pages, int64_t recent_pages, int64_t max_selected, double slack,
-                                         std::string group_rule, double softcap, std::optional<Tensor> sinks,
-                                         int64_t window, bool check);
+                                         int64_t coarse_size, int64_t bits, double coarse_keep, int64_t coarse_limit,
+                                         double coarse_slack, bool dense, double softmax_scale, int64_t budget,
+                                         double budget_fraction, int64_t sink_pages, int64_t recent_pages,
+                                         int64_t max_selected, double slack, std::string group_rule, double softcap,
+                                         std::optional<Tensor> sinks, int64_t window, bool check);
 
 std::string isa();
 std::string isas();

@@ -25,17 +25,17 @@ void pack(const Tensor& k_cache, Tensor packed, const Tensor& block_table, const
 
 Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& packed, const Tensor& block_table,
                     const Tensor& seq_lens, int64_t page_size, int64_t coarse_size, int64_t bits, double coarse_keep,
-                    int64_t budget, double budget_fraction, int64_t sink_pages, int64_t recent_pages,
-                    double softmax_scale, double slack, double coarse_slack, std::string group_rule, int64_t window,
-                    bool check) {
+                    int64_t coarse_limit, int64_t budget, double budget_fraction, int64_t sink_pages,
+                    int64_t recent_pages, double softmax_scale, double slack, double coarse_slack,
+                    std::string group_rule, int64_t window, bool check) {
   const char* op = "score_packed";
   expect(query.dim() == 4 && k_cache.dim() == 4, op, "query", "expected 4 dimensions");
   const Packed layout = packed_of(packed, k_cache, page_size, coarse_size, bits, op);
   const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
                                      window, check, op);
   PackedScoreParams p =
-      packed_score_params(query, k_cache, layout, seq, coarse_keep, budget, budget_fraction, sink_pages, recent_pages,
-                          softmax_scale, slack, coarse_slack, group_rule, op);
+      packed_score_params(query, k_cache, layout, seq, coarse_keep, coarse_limit, budget, budget_fraction, sink_pages,
+                          recent_pages, softmax_scale, slack, coarse_slack, group_rule, op);
   const PackedScratch scratch = allocate(p);
   run(p);
 
@@ -60,11 +60,11 @@ Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& pa
 std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor k_cache,
                                          Tensor v_cache, Tensor packed, const Tensor& block_table,
                                          const Tensor& seq_lens, const Tensor& slot_mapping, int64_t page_size,
-                                         int64_t coarse_size, int64_t bits, double coarse_keep, double coarse_slack,
-                                         bool dense, double softmax_scale, int64_t budget, double budget_fraction,
-                                         int64_t sink_pages, int64_t recent_pages, int64_t max_selected, double slack,
-                                         std::string group_rule, double softcap, std::optional<Tensor> sinks,
-                                         int64_t window, bool check) {
+                                         int64_t coarse_size, int64_t bits, double coarse_keep, int64_t coarse_limit,
+                                         double coarse_slack, bool dense, double softmax_scale, int64_t budget,
+                                         double budget_fraction, int64_t sink_pages, int64_t recent_pages,
+                                         int64_t max_selected, double slack, std::string group_rule, double softcap,
+                                         std::optional<Tensor> sinks, int64_t window, bool check) {
   const char* op = "decode_packed";
   expect(query.dim() == 4 && k_cache.dim() == 4, op, "query", "expected 4 dimensions");
   expect(max_selected >= 0, op, "max_selected", "must not be negative");
@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key,
     if (rows.slots[i] >= 0) num_new[i / seq.q_len] = static_cast<int32_t>(seq.q_len);
   const PackParams summary = pack_params(k_cache, layout, seq, num_new.data(), sink_pages, op);
   PackedScoreParams scored =
-      packed_score_params(query, k_cache, layout, seq, coarse_keep, budget, budget_fraction, sink_pages, recent_pages,
-                          softmax_scale, slack, coarse_slack, group_rule, op);
+      packed_score_params(query, k_cache, layout, seq, coarse_keep, coarse_limit, budget, budget_fraction, sink_pages,
+                          recent_pages, softmax_scale, slack, coarse_slack, group_rule, op);
   AttendParams attended = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
 
   if (dense) {

@@ -144,7 +144,7 @@ struct PackedScoreParams {
   Rows query;
   Pool k_cache;
   Packed packed;
-  int64_t num_heads, num_kv_heads, sink_pages, recent_pages, budget;
+  int64_t num_heads, num_kv_heads, sink_pages, recent_pages, budget, coarse_limit;
   double budget_fraction, coarse_keep;
   float slack, coarse_slack, softmax_scale;
   GroupRule rule;
@@ -179,7 +179,7 @@ struct PackedScoreParams {
     const int64_t least = last < end ? last : end;
     return least > first ? least : first;
   }
-  // How many of `total` groups are kept: a fraction, but room enough for a choice.
+  // How many of `total` groups are kept: a fraction, not too many, but room for a choice.
   int64_t kept_of(int64_t total, int64_t pos) const {
     if (!packed.coarse) return total;
     const int64_t size = packed.group_pages * seq.page_size;
@@ -188,6 +188,8 @@ struct PackedScoreParams {
     const double share = coarse_keep * static_cast<double>(total);
     int64_t kept = static_cast<int64_t>(share);
     kept += static_cast<double>(kept) < share;
+    const int64_t most = groups(coarse_limit);
+    kept = kept < most ? kept : most;
     kept = kept > least ? kept : least;
     return kept < total ? kept : total;
   }

@@ -19,7 +19,8 @@ STABLE_TORCH_LIBRARY(quest, m) {
       "SymInt coarse_size, int bits, SymInt sink_pages, bool check=True) -> ()");
   m.def(
       "score_packed(Tensor query, Tensor k_cache, Tensor packed, Tensor block_table, Tensor seq_lens, "
-      "SymInt page_size, SymInt coarse_size, int bits, float coarse_keep, SymInt budget, float budget_fraction, "
+      "SymInt page_size, SymInt coarse_size, int bits, float coarse_keep, SymInt coarse_limit, SymInt budget, float "
+      "budget_fraction, "
       "SymInt sink_pages, SymInt recent_pages, float softmax_scale, float slack, float coarse_slack, str group_rule, "
       "SymInt window=-1, "
       "bool check=True) -> Tensor");
@@ -41,7 +42,8 @@ STABLE_TORCH_LIBRARY(quest, m) {
   m.def(
       "decode_packed(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor(c!) packed, Tensor block_table, Tensor seq_lens, Tensor slot_mapping, SymInt page_size, "
-      "SymInt coarse_size, int bits, float coarse_keep, float coarse_slack, bool dense, float softmax_scale, SymInt "
+      "SymInt coarse_size, int bits, float coarse_keep, SymInt coarse_limit, float coarse_slack, bool dense, float "
+      "softmax_scale, SymInt "
       "budget, "
       "float budget_fraction, SymInt sink_pages, SymInt recent_pages, SymInt max_selected, float slack, "
       "str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, bool check=True) "

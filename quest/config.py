@@ -25,18 +25,31 @@ class LayerConfig:
     slack: float
     group_rule: str
     coarse_keep: float
+    coarse_limit: int
     coarse_slack: float
 
 
 OVERRIDES = tuple(f.name for f in dataclasses.fields(LayerConfig))
 
 
+# What QuestConfig takes where it is not told: as measured best on two models (`quest bench accuracy`), and where pages
+# of a size are asked for, the minimum and maximum of each.
+TOKENS: Mapping[str, Any] = dict(
+    page_size=1, summary_bits=2, coarse_size=16, slack=0.0, sink_tokens=4, recent_tokens=16
+)
+PAGES: Mapping[str, Any] = dict(slack=0.4, sink_tokens=16, recent_tokens=32)
+
+
 @dataclass(frozen=True)
 class QuestConfig:
     """How a model's KV cache is summarised and read.
 
+    Without a `page_size` the summary is a code of 2 bits per key and channel, in two levels: 16 tokens at a time are
+    scored first, then the tokens of the best of those one by one. With one, it is the minimum and maximum of each page
+    in K's dtype, or in codes with `summary_bits`.
+
     Args:
-        page_size: tokens per page, the unit that is summarised, scored and read.
+        page_size: tokens per page, the unit that is summarised, scored and read; 1 if None.
         block_size: tokens per block, the unit that is allocated; a multiple of `page_size`. If None it is `page_size`,
             and 16 pages (16 coarse ones if there are any) with `summary_bits`.
         budget: tokens read per KV head and step, forced pages included: a number of tokens (int), or a fraction of
@@ -50,12 +63,12 @@ class QuestConfig:
         group_rule: how the query heads that share a KV head agree on pages. "softmax": mean over the heads of the
             softmax of their page scores; "relative": maximum over the heads of the score minus the head's best;
             "per_head": no agreement, each query head reads its own pages (the paper's; reads up to group times more).
-        summary_bits: None keeps a page's minimum and maximum in K's dtype. 8, 4 or 2 keeps a full block's as codes of so
-            many bits between bounds that the block's pages share, rounded outward: see `quest.packing`. Keys must then
-            be finite.
+        summary_bits: 8, 4 or 2 keeps the pages of a full block as codes of so many bits, never narrower than they are:
+            see `quest.packing`. Keys must then be finite. None keeps a page's minimum and maximum in K's dtype.
         coarse_size: with `summary_bits`, tokens of a coarse page, 4 to 64 pages; None = one level only. Coarse pages are
             scored first, and only the pages of the best of them are scored themselves.
-        coarse_keep: fraction of the coarse pages whose pages are scored; at least twice the budget's.
+        coarse_keep: fraction of the coarse pages whose pages are scored.
+        coarse_limit: tokens that they hold at most, whatever the fraction; twice the budget is kept in any case.
         coarse_slack: `slack` of the coarse pages' scores.
         layers: overrides by layer index, e.g. `{3: {"budget": 2048}, 7: {"dense": True}}`.
 
@@ -63,17 +76,18 @@ class QuestConfig:
         ValueError, TypeError: a setting is out of its range or of the wrong type; the message names it.
     """
 
-    page_size: int = 16
+    page_size: int = None  # type: ignore[assignment]  # resolved: TOKENS or PAGES
     block_size: int = None  # type: ignore[assignment]  # resolved to page_size
     budget: int | float = 1024
-    sink_tokens: int = 16
-    recent_tokens: int = 32
+    sink_tokens: int = None  # type: ignore[assignment]
+    recent_tokens: int = None  # type: ignore[assignment]
     dense_layers: tuple[int, ...] = ()
-    slack: float = 0.4
+    slack: float = None  # type: ignore[assignment]
     group_rule: str = "relative"
     summary_bits: int | None = None
     coarse_size: int | None = None
-    coarse_keep: float = 0.25
+    coarse_keep: float = 1 / 6
+    coarse_limit: int = 8192
     coarse_slack: float = 0.2
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -91,7 +105,15 @@ class QuestConfig:
         )
         return cls(**(preset | changes))
 
+    @classmethod
+    def long(cls, **changes: Any) -> QuestConfig:
+        """For very long contexts: half the default's bytes, from coarse pages of 32 tokens and fewer of them kept."""
+        return cls(**(dict(coarse_size=32, coarse_keep=0.125, coarse_limit=4096) | changes))
+
     def __post_init__(self) -> None:
+        for name, value in (TOKENS if self.page_size is None else PAGES).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         _check_int("page_size", self.page_size, 1, MAX_PAGE_SIZE)
         self._check_summaries()
         if self.block_size is None:
@@ -120,6 +142,7 @@ class QuestConfig:
             self.slack,
             self.group_rule,
             self.coarse_keep,
+            self.coarse_limit,
             self.coarse_slack,
         )
         resolved = {i: dataclasses.replace(plain, dense=True) for i in self.dense_layers}
@@ -215,6 +238,7 @@ def check_layer(layer: LayerConfig, page_size: int, op: str = "QuestConfig") -> 
         raise TypeError(f"{op}: coarse_keep must be a number, got {layer.coarse_keep!r}")
     if not 0.0 < layer.coarse_keep <= 1.0:
         raise ValueError(f"{op}: coarse_keep must be in (0, 1], got {layer.coarse_keep}")
+    _check_int("coarse_limit", layer.coarse_limit, 1, 1 << 30, op)
     check_budget(layer.budget, layer.sink_tokens, layer.recent_tokens, page_size, op)
 
 

@@ -233,7 +233,8 @@ def _verbs(
         if packing is None:
             scores = ops.score(query, *rows[1:], page_size=page_size, **agree, **seen)
         else:
-            agree |= dict(packing=packing, coarse_keep=layer.coarse_keep, coarse_slack=layer.coarse_slack)
+            agree |= dict(packing=packing, coarse_keep=layer.coarse_keep, coarse_limit=layer.coarse_limit)
+            agree["coarse_slack"] = layer.coarse_slack
             scores = ops_packed.score_packed(query, *rows, **agree, **forced, **seen)
 
         page_idx, _ = ops.select(scores, seq_lens, page_size=page_size, **forced, **seen)
@@ -266,7 +267,7 @@ def op_settings(
     max_pages = block_table.shape[1] * (config.block_size // page_size)
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
     summaries = (
-        () if packing is None else (*ops_packed._settings(packing), float(layer.coarse_keep), layer.coarse_slack)
+        () if packing is None else (*ops_packed._settings(packing), float(layer.coarse_keep), layer.coarse_limit, layer.coarse_slack)
     )
     return (
         *summaries,

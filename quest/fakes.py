@@ -44,7 +44,7 @@ def _score_packed(
     **options: Any,
 ) -> Tensor:
     batch, q_len, num_heads, _ = query.shape
-    group_rule = options.get("group_rule") or rest[10]
+    group_rule = options.get("group_rule") or rest[11]
     heads = num_heads if group_rule == "per_head" else k_cache.shape[1]
     max_pages = block_table.shape[1] * (k_cache.shape[2] // page_size)
     return query.new_empty((batch, q_len, heads, max_pages), dtype=torch.float32)

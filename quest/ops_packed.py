@@ -59,6 +59,7 @@ def score_packed(
     *,
     packing: Packing,
     coarse_keep: float = 1.0,
+    coarse_limit: int = 1 << 30,
     budget: int | float = 0,
     sink_tokens: int = 0,
     recent_tokens: int = 1,
@@ -72,8 +73,8 @@ def score_packed(
     """Score pages by the query, as `quest.score` does, from codes; with coarse pages, those of the best of them only.
 
     With coarse pages every one of them is scored first; the heads agree by `group_rule` ("relative" where that is
-    "per_head"), and the pages of the best `coarse_keep` of them are scored, of at least so many as hold twice the
-    budget. The query's weights are rounded up to 16-bit integers, so that a slack-1 score is never below a `q.k` of its
+    "per_head"), and the pages of the best `coarse_keep` of them are scored: of so many as hold `coarse_limit` tokens at
+    most, but twice the budget at least. The query's weights are rounded up to 16-bit integers, so that a slack-1 score is never below a `q.k` of its
     page.
 
     Args:
@@ -101,6 +102,7 @@ def score_packed(
     args.number("coarse_keep", coarse_keep)
     if not 0 < coarse_keep <= 1:
         args.fail("coarse_keep", "must be in (0, 1]", coarse_keep)
+    args.at_least("coarse_limit", coarse_limit, 1)
     args.at_least("sink_tokens", sink_tokens, 0)
     args.at_least("recent_tokens", recent_tokens, 0)
     if budget != 0:
@@ -113,6 +115,7 @@ def score_packed(
         seq_lens,
         *_settings(packing),
         float(coarse_keep),
+        coarse_limit,
         *ops.split_budget(budget),
         *forced_pages(sink_tokens, recent_tokens, packing.page_size),
         ops._scale(softmax_scale, query),

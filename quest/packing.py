@@ -19,7 +19,6 @@ and the pages of a coarse page are one run of bytes. `dim` is head_dim rounded u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from quest.config import QuestConfig
 
@@ -90,7 +89,6 @@ class Packing:
         return int(min(WEIGHT_MAX, (2**31 - 1) // (2 * padded(head_dim) * (self.cells - 1))))
 
 
-@lru_cache
 def packing_of(config: QuestConfig) -> Packing | None:
     """The packing that a config asks for; None where summaries are in K's dtype."""
     if config.summary_bits is None:

@@ -127,6 +127,7 @@ def score_packed(
     *,
     packing: Packing,
     coarse_keep: float = 1.0,
+    coarse_limit: int = 1 << 30,
     budget: int | float = 0,
     sink_tokens: int = 0,
     recent_tokens: int = 1,
@@ -179,7 +180,7 @@ def score_packed(
                     coarse = _score_codes(q, codes, "coarse_", coarse_slack, packing)
                     rule = "relative" if group_rule == "per_head" else group_rule
                     best = _agree(coarse, open_to.expand_as(coarse), rule, scale)
-                    kept = kept_pages(int(open_to.sum()), coarse_keep, tokens, packing)
+                    kept = kept_pages(int(open_to.sum()), coarse_keep, coarse_limit, tokens, packing)
                     value = best.tolist()
                     order = sorted(
                         open_to.nonzero().flatten().tolist(),
@@ -196,10 +197,11 @@ def score_packed(
     return scores[:, 0] if squeeze else scores
 
 
-def kept_pages(total: int, coarse_keep: float, budget: int, packing: Packing) -> int:
-    """How many of `total` coarse pages have their pages scored: a fraction, but room enough for a choice."""
-    least = -(-CANDIDATES * budget // (packing.coarse_size or 1)) + 2
-    return min(total, max(math.ceil(coarse_keep * total), least))
+def kept_pages(total: int, coarse_keep: float, coarse_limit: int, budget: int, packing: Packing) -> int:
+    """How many of `total` coarse pages have their pages scored: a fraction, not too many, but room for a choice."""
+    size = packing.coarse_size or 1
+    least = -(-CANDIDATES * budget // size) + 2
+    return min(total, max(min(math.ceil(coarse_keep * total), -(-coarse_limit // size)), least))
 
 
 def _score_range(q: Tensor, low: Tensor, high: Tensor, slack: float) -> Tensor:
@@ -265,6 +267,7 @@ def decode_packed(
             *rows,
             packing=packing,
             coarse_keep=layer.coarse_keep,
+            coarse_limit=layer.coarse_limit,
             budget=layer.budget,
             sink_tokens=layer.sink_tokens,
             recent_tokens=layer.recent_tokens,
