@@ -29,7 +29,7 @@ class Paged(Decoder):
 
     def __init__(self, model: Any, prompt: Prompt, config: QuestConfig, *, sample: int = 8) -> None:
         super().__init__(model, prompt.cache, config)
-        self.sample = sample
+        self.prompt, self.sample = prompt, sample
         self.recall: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._sampled = False
         self._decode = self.cache.paged.decode

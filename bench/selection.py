@@ -81,7 +81,7 @@ class Window:
     def __call__(self, view: View) -> Tensor:
         token, position = torch.arange(view.logits.shape[-1]), view.positions[:, None]
         read = (token <= position) & ((token < SINK) | (token > position - (self.budget - SINK)))
-        return read[None, None]
+        return read.expand(len(view.key), 1, -1, -1)
 
 
 @dataclass(frozen=True)
