@@ -156,7 +156,9 @@ class Evict:
 
     def windowed(self, view: View, queries: Tensor) -> Tensor:
         """[num_kv_heads, prompt]"""
-        logits = queries @ view.key[:, None, : view.prompt].transpose(2, 3) * view.scale
+        logits = (queries.flatten(1, 2) @ view.key[:, : view.prompt].transpose(1, 2) * view.scale).unflatten(
+            1, queries.shape[1:3]
+        )
         token = torch.arange(view.prompt)
         later = token > token[view.prompt - queries.shape[2] :, None]
         received = logits.masked_fill(later, NEG_INF).softmax(-1).sum((1, 2))
@@ -171,7 +173,8 @@ def page_bounds(query: Tensor, key: Tensor, page_size: int) -> Tensor:
     """
     keys = key.transpose(1, 2)
     low, high = _by_page(keys, page_size, torch.inf).amin(-1), _by_page(keys, page_size, NEG_INF).amax(-1)
-    return query.clamp_min(0) @ high[:, None] + query.clamp_max(0) @ low[:, None]
+    rows = query.flatten(1, 2)
+    return (rows.clamp_min(0) @ high + rows.clamp_max(0) @ low).unflatten(1, query.shape[1:3])
 
 
 def best_pages(

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from quest.bench.selection import NEG_INF, Observed, Rule, View, recalls
-from quest.integrations.transformers import masked_attention
+from quest.integrations.transformers import quest_attention_forward
 from quest.measure import cache_argument
 
 __all__ = ["Prompt", "Simulated", "forward", "logits_of", "read_prompt"]
@@ -154,6 +153,7 @@ class Simulated:
         return forward(self.model, self.cache, tokens, self)
 
     def read(self, layer: int, query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+        """Logits as of `logits_of`, -inf for what is not read; None to read everything."""
         if self.rule is None or layer not in self.layers:
             return None
         logits = logits_of(query, key, scale, softcap)
@@ -167,7 +167,7 @@ class Simulated:
             kept, hits = recalls(read[:, :, :: self.sample], logits[:, :, :: self.sample])
             self.recall[layer].append(kept)
             self.hits[layer].append(hits)
-        return read.expand(-1, logits.shape[1], -1, -1).flatten(0, 1)[None]
+        return logits.masked_fill_(~read, NEG_INF)
 
 
 @torch.no_grad()
@@ -197,15 +197,16 @@ def attend(
     """Attention as transformers calls it, for one row; `simulation` comes from the model's keyword arguments."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    read = simulation.read(layer, query, key, scale, softcap)
-    if read is not None:
-        return masked_attention(query, key, value, read, scale, softcap, s_aux), None
-    if softcap is not None or s_aux is not None:
-        from quest.integrations.transformers import quest_attention_forward
-
-        options = dict(scaling=scale, softcap=softcap, s_aux=s_aux)
-        return quest_attention_forward(module, query, key, value, attention_mask, **options, **kwargs)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scale, **kwargs)
+    logits = simulation.read(layer, query, key, scale, softcap)
+    if logits is None:  # K and V are plain tensors, so this is dense
+        options: dict[str, Any] = dict(scaling=scale, softcap=softcap, s_aux=s_aux, **kwargs)
+        return quest_attention_forward(module, query, key, value, attention_mask, **options)
+    if s_aux is not None:
+        sink = s_aux.float().view(*logits.shape[:2], 1, 1).expand(-1, -1, logits.shape[2], -1)
+        logits = torch.cat([logits, sink], -1)
+    weights = logits.softmax(-1)[..., : key.shape[2]]
+    out = weights.flatten(1, 2) @ value[0]  # a group's queries as rows, so that V is read once
+    return out.unflatten(1, weights.shape[1:3]).flatten(0, 1).transpose(0, 1)[None], None
 
 
 def logits_of(query: Tensor, key: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -214,7 +215,9 @@ def logits_of(query: Tensor, key: Tensor, scale: float, softcap: float | None = 
     Args:
         query: [1, num_heads, q_len, head_dim], of the last q_len tokens of key: [1, num_kv_heads, tokens, head_dim].
     """
-    logits = _grouped(query, key) @ key[0][:, None].transpose(2, 3) * scale
+    grouped = _grouped(query, key)
+    rows = grouped.flatten(1, 2) * scale  # a group's queries as rows, so that K is read once
+    logits = (rows @ key[0].transpose(1, 2)).unflatten(1, grouped.shape[1:3])
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     q_len, tokens = logits.shape[-2:]
