@@ -167,7 +167,8 @@ class ModelRun:
         """Dense scores by length, and the prompts of the longest one solved if they have just been read."""
         if known := self.store.task(self.label, self.shared, name):
             return known, [], []
-        tried, best = [], ([], [])
+        tried: list[dict[str, Any]] = []
+        best: tuple[list[Sample], list[Prompt]] = [], []
         for length in self.lengths(name):
             samples, prompts = self.prompts(name, length)
             self.say(f"{name}, {length:,} tokens: dense")
@@ -191,7 +192,7 @@ class ModelRun:
         else:
             longest = self.settings.longest_answer
             samples = make(self.tokenizer, name, length, self.settings.samples, longest_answer=longest)
-        prompts = []
+        prompts: list[Prompt] = []
         for one in samples:
             self.say(f"{name}, {length:,} tokens: reading {len(prompts) + 1} of {len(samples)}")
             room = len(one.question) + one.new_tokens

@@ -49,8 +49,8 @@ def interval(values: np.ndarray, seed: int = 0) -> list[float]:
     documents, tokens = values.shape
     means = []
     for _ in range(RESAMPLES):
-        drawn = rng.integers(documents, size=documents)
-        means.append(values[drawn[:, None], rng.integers(tokens, size=(documents, tokens))].mean())
+        drawn = rng.integers(documents, size=(documents, 1))
+        means.append(values[drawn, rng.integers(tokens, size=(documents, tokens))].mean())
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]
 
 

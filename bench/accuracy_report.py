@@ -1,23 +1,17 @@
-"""Tables and plots of `quest bench accuracy`."""
+"""Tables of `quest bench accuracy`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from quest.bench.accuracy_methods import METHODS
-from quest.bench.tasks import TASKS
-
-__all__ = ["draw", "show", "task_score"]
+__all__ = ["by_model", "show"]
 
 Rows = Sequence[dict[str, Any]]
-KINDS = {"sparse": "-", "loses": ":", "oracle": "--"}  # line styles
 
 
 def by_model(rows: Rows) -> list[tuple[str, list[dict[str, Any]]]]:
@@ -66,7 +60,7 @@ def text_table(model: str, rows: Rows) -> Table:
         low, high = row["kl_ci95"]
         flag = " !" if "perplexity" in row["beats_dense"] else ""
         table.add_row(
-            method + (" (oracle)" if row["kind"] == "oracle" and "oracle" not in method else ""),
+            method,
             budget(row),
             f"{row['bytes_per_token'] / 1e6:.2f}",
             f"{row['bytes_fraction']:.1%}",
@@ -110,71 +104,3 @@ def budget(row: dict[str, Any]) -> str:
 
 def title(row: dict[str, Any]) -> str:
     return f"{row['model']}, {row['method']} {budget(row)}".strip()
-
-
-def task_score(row: dict[str, Any], protocol: str) -> float | None:
-    """Mean over the tasks that dense attention solves, None if it solves none."""
-    scores = [row[f"{name}_{protocol}"] for name in ("passkey", *TASKS)]
-    known = [score for score in scores if score is not None]
-    return fmean(known) if known else None
-
-
-def draw(rows: Rows, prefix: Path) -> list[Path]:
-    """One picture per model, `PREFIX-MODEL.png`: accuracy against bytes, a line per method over its budgets."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    written = []
-    for model, found in by_model(rows):
-        figure, axes = pyplot.subplots(2, 2, figsize=(13, 8.5), layout="constrained")
-        for axis, (name, value) in zip(axes.flat, PANELS.items(), strict=True):
-            draw_panel(axis, found, value)
-            axis.set(title=name, xscale="log", xlabel="MB read per token, all kinds of bytes")
-        axes[0, 0].set_yscale("log")
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
-        budgets = sorted({row["budget"] for row in found if row["budget"]})
-        told = f"points are budgets of {', '.join(map(str, budgets))} tokens; dashed: oracles, dotted: lose tokens"
-        figure.suptitle(f"{model}: {told}", fontsize=11)
-        path = prefix.with_name(f"{prefix.name}-{model}.png")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-        written.append(path)
-    return written
-
-
-def draw_panel(axis: Any, rows: Rows, value: Callable[[dict[str, Any]], float | None]) -> None:
-    colours = {name: f"C{i % 10}" for i, name in enumerate(name for name in METHODS if name != "dense")}
-    for method, group in groupby(rows, lambda row: row["method"]):
-        found = [(row["bytes_per_token"] / 1e6, value(row)) for row in group]
-        points = [(read, known) for read, known in found if known is not None]
-        if method == "dense":
-            axis.axvline(found[0][0], color="tab:gray", linewidth=1, linestyle="-.", label="dense")
-            for _, known in points:
-                axis.axhline(known, color="tab:gray", linewidth=1, linestyle="-.")
-            continue
-        if not points:
-            continue
-        kind = METHODS[method].kind
-        strong = dict(linewidth=2.2, zorder=3) if method.startswith("ours") else dict(linewidth=1.3)
-        marks = {"sparse": "o", "loses": "x", "oracle": "^"}
-        style = dict(linestyle=KINDS[kind], marker=marks[kind], markersize=5, color=colours[method], **strong)
-        axis.plot(*zip(*sorted(points), strict=True), label=method, clip_on=False, **style)
-    axis.grid(True, which="both", alpha=0.2)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def percent(score: float | None) -> float | None:
-    return None if score is None else 100 * score
-
-
-# Title of a panel: its value, None where there is nothing to draw
-PANELS: dict[str, Callable[[dict[str, Any]], float | None]] = {
-    "KL against dense, nats per token": lambda row: None if row["dense"] else row["kl"] or None,
-    "same next token as dense, %": lambda row: 100 * row["top1_agreement"],
-    "tasks answered, question read densely, %": lambda row: percent(task_score(row, "a")),
-    "tasks answered, question read sparsely, %": lambda row: percent(task_score(row, "b")),
-}

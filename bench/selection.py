@@ -141,21 +141,20 @@ class Evict:
 
     def keep(self, view: View) -> Tensor:
         observed = view.observed
-        if observed is None or (self.accumulated and observed.mass is None):
+        received = None if observed is None else observed.mass if self.accumulated else self.windowed(view, observed)
+        if observed is None or received is None:
             raise ValueError("eviction needs what the prompt's reading leaves behind, got a prompt read without")
-        if self.accumulated:
-            newest, scores = self.budget // 2, observed.mass
-        else:
-            newest, scores = observed.queries.shape[2], self.windowed(view, observed.queries)
+        newest = self.budget // 2 if self.accumulated else observed.queries.shape[2]
         newest = min(newest, view.prompt)
         more = min(max(0, self.budget - newest), view.prompt - newest)
         kept = torch.zeros(len(view.key), view.prompt, dtype=torch.bool)
         kept[:, view.prompt - newest :] = True
-        kept.scatter_(1, scores[:, : view.prompt - newest].topk(more).indices, True)
+        kept.scatter_(1, received[:, : view.prompt - newest].topk(more).indices, True)
         return kept
 
-    def windowed(self, view: View, queries: Tensor) -> Tensor:
+    def windowed(self, view: View, observed: Observed) -> Tensor:
         """[num_kv_heads, prompt]"""
+        queries = observed.queries
         logits = (queries.flatten(1, 2) @ view.key[:, : view.prompt].transpose(1, 2) * view.scale).unflatten(
             1, queries.shape[1:3]
         )

@@ -304,7 +304,7 @@ def bench_accuracy(
     with errors():
         from dataclasses import asdict, replace
 
-        from quest.bench import accuracy, accuracy_methods, accuracy_report
+        from quest.bench import accuracy, accuracy_methods, accuracy_plot, accuracy_report
         from quest.bench.accuracy_store import Store, fingerprint
         from quest.bench.machine import describe, summary
         from quest.passkey import document
@@ -325,7 +325,7 @@ def bench_accuracy(
         rows = accuracy.run(names("--models", models), chosen, sorted({*wanted}), settings, words, store, console)
         accuracy_report.show(rows, store.tasks, console)
         if plot is not None:
-            for path in accuracy_report.draw(rows, plot):
+            for path in accuracy_plot.draw(rows, plot):
                 console.print(f"wrote {path}", highlight=False)
         if json is not None:
             console.print(f"wrote {json}", highlight=False)

@@ -18,7 +18,7 @@ import tiny_models
 from test_cli import refused, run
 
 from quest import QuestConfig
-from quest.bench import accuracy, accuracy_measures, accuracy_numbers, accuracy_report
+from quest.bench import accuracy, accuracy_measures, accuracy_numbers, accuracy_plot, accuracy_report
 from quest.bench.accuracy_methods import METHODS, Method
 from quest.bench.accuracy_store import Store
 from quest.bench.paged_reader import Paged
@@ -301,8 +301,8 @@ def test_plots_have_all_panels(tmp_path: Path) -> None:
         for budget in (64, 128)
     ]
     rows = [{**one, "model": "m", "dense": one["budget"] is None, "top1_agreement": 0.8} for one in rows]
-    assert accuracy_report.task_score(rows[0], "a") == 0.5
-    assert accuracy_report.draw(rows, tmp_path / "x") == [tmp_path / "x-m.png"]
+    assert accuracy_plot.task_score(rows[0], "a") == 0.5
+    assert accuracy_plot.draw(rows, tmp_path / "x") == [tmp_path / "x-m.png"]
     assert (tmp_path / "x-m.png").stat().st_size > 50_000
 
 
