@@ -62,8 +62,8 @@ QUICK = Settings(
     depths=(0.3, 0.7),
     tasks=("niah_single_1",),
     lengths=(2048,),
-    samples=2,
-    longest_answer=24,
+    samples=1,
+    longest_answer=16,
 )
 
 Job = tuple[str, int | None]  # method, budget

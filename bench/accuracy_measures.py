@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quest.bench import accuracy_numbers as numbers
-from quest.bench.accuracy_methods import Method, Reader
-from quest.bench.simulate import Prompt, Simulated, read_prompt
+from quest.bench.accuracy_methods import Method
+from quest.bench.simulate import Notes, Prompt, Simulated, read_prompt
 from quest.bench.tasks import Sample, score
 from quest.bytes import StepBytes, model_bytes
 from quest.config import QuestConfig
@@ -65,31 +65,28 @@ def measure_text(
 ) -> tuple[dict[str, Any], bool]:
     """Divergence from dense, perplexity, recall and bytes read per token, over the ends of all documents; and whether
     the perplexity is below dense's."""
-    found, readers = [], []
+    found, notes = [], []
     for document in documents:
         reader = method.start(model, document.prompt, budget)
         found.append(numbers.compare(document.dense, reader.feed(document.fed), document.targets))
-        readers.append(reader)
-    values = numbers.summarise(found) | recalls(readers)
+        notes.append(reader.notes)
+    values = numbers.summarise(found) | recalls(notes)
     beats = numbers.beats([document.nll for document in documents], [one["nll"] for one in found])
-    return values | bytes_read(model, documents, method, budget, readers), beats
+    return values | bytes_read(model, documents, method, budget, notes), beats
 
 
-def recalls(readers: Sequence[Reader]) -> dict[str, Any]:
+def recalls(notes: Sequence[Notes]) -> dict[str, Any]:
     """`recall`: share of the dense attention mass that falls in what is read: mean over layers, and by layer (null for
     one that has none to choose from, 1 for one left dense). `lost_mass` is the rest. `hits`: share of the read tokens
     that are among the heaviest, of simulated methods only."""
-    first = readers[0]
-    kept = {i: torch.cat([x.flatten() for reader in readers for x in reader.recall[i]]) for i in first.recall}
-    full = first.prompt.layers
+    first = notes[0]
+    kept = {i: torch.cat([x.flatten() for one in notes for x in one.recall[i]]) for i in first.recall}
     by_layer = [
-        float(kept[i].mean()) if i in kept else 1.0 if i in full else None for i in range(len(first.cache.layers))
+        float(kept[i].mean()) if i in kept else 1.0 if i in first.layers else None for i in range(first.num_layers)
     ]
     known = [x for x in by_layer if x is not None]
     mean = sum(known) / len(known)
-    hits = [
-        x.flatten() for reader in readers if isinstance(reader, Simulated) for xs in reader.hits.values() for x in xs
-    ]
+    hits = [x.flatten() for one in notes for layer in one.hits.values() for x in layer]
     return {
         "recall": mean,
         "lost_mass": 1 - mean,
@@ -99,7 +96,7 @@ def recalls(readers: Sequence[Reader]) -> dict[str, Any]:
 
 
 def bytes_read(
-    model: Any, documents: Sequence[Document], method: Method, budget: int | None, readers: Sequence[Reader]
+    model: Any, documents: Sequence[Document], method: Method, budget: int | None, notes: Sequence[Notes]
 ) -> dict[str, Any]:
     """Bytes per token, of all layers: mean over the decoded tokens. Those of a config are `quest.bytes`'; a rule's are
     the rows of K and V that it read, and no summaries."""
@@ -117,7 +114,7 @@ def bytes_read(
         read, summaries = total.total, total.summaries
     else:
         row = 2 * width * ITEMSIZE
-        counted = sum(sum(reader.tokens_read) for reader in readers if isinstance(reader, Simulated)) / len(readers)
+        counted = sum(sum(one.tokens_read) for one in notes) / len(notes)
         read, summaries = total.dense - sum(contexts) * heads * len(full) * row + round(counted) * row, 0
     return {
         "context": context,

@@ -77,7 +77,7 @@ METHODS: dict[str, Method] = {
     "oracle-4": Method("the best pages of 4 tokens", "oracle", rule=partial(OraclePages, page_size=4)),
     "oracle-1": Method("the best tokens", "oracle", rule=partial(OraclePages, page_size=1)),
 }
-QUICK = ("dense", "window", "snapkv", "paper", "ours", "oracle-16")
+QUICK = ("dense", "window", "paper", "ours", "oracle-16")
 
 
 def check(names: list[str], budgets: list[int]) -> None:

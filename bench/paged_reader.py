@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +21,13 @@ class Paged(Decoder):
     Args:
         sample: of every so many tokens of a `feed`, one is looked at for the recall.
 
-    Attributes:
-        recall: by layer, the share of the dense attention mass that falls in what is read, [num_kv_heads, group, 1]
-            per sampled token: `exp(lse - dense lse)`, whatever format the summaries have.
+    The recall in its `notes` is `exp(lse - dense lse)`, so it holds whatever format the summaries have.
     """
 
     def __init__(self, model: Any, prompt: Prompt, config: QuestConfig, *, sample: int = 8) -> None:
         super().__init__(model, prompt.cache, config)
-        self.prompt, self.sample = prompt, sample
-        self.recall: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.sample = sample
+        self.notes = prompt.notes()
         self._sampled = False
         self._decode = self.cache.paged.decode
         self.cache.paged.decode = self._watched
@@ -49,5 +46,5 @@ class Paged(Decoder):
             key, _ = self.cache.paged.dense(layer)
             scale = options["softmax_scale"] or query.shape[-1] ** -0.5
             dense = logits_of(query.transpose(1, 2).float(), key.float(), scale, options["softcap"]).logsumexp(-1)
-            self.recall[layer].append((lse[0].T.reshape(dense.shape) - dense).exp().clamp_max(1.0))
+            self.notes.recall[layer].append((lse[0].T.reshape(dense.shape) - dense).exp().clamp_max(1.0))
         return out, lse

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from quest.bench.selection import NEG_INF, Observed, Rule, View, recalls
 from quest.integrations.transformers import quest_attention_forward
 from quest.measure import cache_argument
 
-__all__ = ["Prompt", "Simulated", "forward", "logits_of", "read_prompt"]
+__all__ = ["Notes", "Prompt", "Simulated", "forward", "logits_of", "read_prompt"]
 
 NAME = "quest_simulated"
 OBSERVED = 32  # queries at a prompt's end whose attention decides on eviction
@@ -74,6 +75,9 @@ class Prompt:
     def length(self) -> int:
         return self.cache.get_seq_length()
 
+    def notes(self) -> Notes:
+        return Notes(len(self.cache.layers), self.layers)
+
     def branch(self) -> DynamicCache:
         cache = copy.copy(self.cache)
         cache.layers = [x.branch() if isinstance(x, RoomyLayer) else copy.deepcopy(x) for x in self.cache.layers]
@@ -124,17 +128,31 @@ class Observing:
         return None
 
 
+@dataclass
+class Notes:
+    """What a run has read, kept when its cache is gone.
+
+    Attributes:
+        num_layers: of the model; `layers`: those with full attention.
+        recall: by layer, attention mass kept, [num_kv_heads, group, sampled] per entry; `hits` likewise, simulated runs
+            only (`recalls`).
+        tokens_read: K and V rows read, of all KV heads and sparse layers (of each query head where each has its own
+            selection), as one number per token; simulated runs only.
+    """
+
+    num_layers: int
+    layers: list[int]
+    recall: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    hits: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    tokens_read: list[float] = field(default_factory=list)
+
+
 class Simulated:
     """A model that decodes behind a prompt and reads what a rule says; everything with the rule None.
 
     Args:
         dense: layers that read everything.
         sample: of every so many tokens of a `feed`, one is looked at for the recalls.
-
-    Attributes:
-        tokens_read: K and V rows read so far, of all KV heads and sparse layers (of each query head where each has its
-            own selection), as one number per token fed.
-        recall: by layer, attention mass kept, [num_kv_heads, group, sampled] per `feed`; `hits` likewise (`recalls`).
     """
 
     def __init__(
@@ -143,13 +161,11 @@ class Simulated:
         self.model, self.prompt, self.rule, self.sample = model, prompt, rule, sample
         self.cache = prompt.branch()
         self.layers = set() if rule is None else set(prompt.layers) - set(dense)
-        self.tokens_read: list[float] = []
-        self.recall: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self.hits: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.notes = prompt.notes()
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
         """Append tokens; logits [tokens, vocabulary] of what follows each."""
-        self.tokens_read += [0.0] * len(tokens)
+        self.notes.tokens_read += [0.0] * len(tokens)
         return forward(self.model, self.cache, tokens, self)
 
     def read(self, layer: int, query: Tensor, key: Tensor, scale: float, softcap: float | None) -> Tensor | None:
@@ -162,11 +178,11 @@ class Simulated:
         read = self.rule(view)
         q_len = query.shape[2]
         for i, count in enumerate(read.sum((0, 1, 3)).tolist()):
-            self.tokens_read[i - q_len] += count
+            self.notes.tokens_read[i - q_len] += count
         if q_len > 1:
             kept, hits = recalls(read[:, :, :: self.sample], logits[:, :, :: self.sample])
-            self.recall[layer].append(kept)
-            self.hits[layer].append(hits)
+            self.notes.recall[layer].append(kept)
+            self.notes.hits[layer].append(hits)
         return logits.masked_fill_(~read, NEG_INF)
 
 

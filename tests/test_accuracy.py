@@ -55,8 +55,8 @@ def test_the_simulator_is_the_real_path(family: str, budget: int) -> None:
     torch.testing.assert_close(simulated.feed(tokens[PROMPT:]), want, atol=2e-4, rtol=2e-4)
     dense = Simulated(net, prompt).feed(tokens[PROMPT:])
     assert (want - dense).abs().max() > 0.1
-    for layer, parts in simulated.recall.items():
-        torch.testing.assert_close(torch.cat(real.recall[layer], -1), parts[0], atol=1e-4, rtol=1e-4)
+    for layer, parts in simulated.notes.recall.items():
+        torch.testing.assert_close(torch.cat(real.notes.recall[layer], -1), parts[0], atol=1e-4, rtol=1e-4)
     one_by_one = Simulated(net, prompt, QuestPages(budget), dense=(0,))
     singly = torch.cat([one_by_one.feed([token]) for token in tokens[PROMPT:]])
     torch.testing.assert_close(singly, want, atol=2e-4, rtol=2e-4)
