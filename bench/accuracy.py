@@ -24,7 +24,7 @@ from quest.bench.simulate import Prompt, read_prompt
 from quest.bench.tasks import TASKS, Sample, make, make_passkeys
 from quest.measure import context_limit
 
-__all__ = ["FULL", "QUICK", "Settings", "run"]
+__all__ = ["FULL", "MEASURES", "QUICK", "QUICK_MEASURES", "Settings", "run"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Settings:
         documents, tokens, context: texts, the last tokens of each that are decoded, and its length (at most 3/4 of the
             model's positions).
         passkey, depths: length of its prompts in tokens (at most 7/8 of the positions), and where the key is hidden.
-        tasks, lengths, samples: tasks, the lengths that are tried from the shortest on as long as dense attention
-            solves them, prompts of each. The methods are compared at the longest one solved.
+        lengths, samples: of a task's prompts: lengths are tried from the shortest on as long as dense attention solves
+            them, with so many prompts each. The methods are compared at the longest one solved.
         solved: the dense score from which on a task counts as solved.
         longest_answer: tokens.
     """
@@ -46,7 +46,6 @@ class Settings:
     context: int = 8192
     passkey: int = 7000
     depths: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-    tasks: tuple[str, ...] = tuple(TASKS)
     lengths: tuple[int, ...] = (1024, 2048, 4096, 6144)
     samples: int = 5
     solved: float = 0.8
@@ -60,11 +59,13 @@ QUICK = Settings(
     context=3072,
     passkey=2048,
     depths=(0.3, 0.7),
-    tasks=("niah_single_1",),
     lengths=(2048,),
     samples=1,
     longest_answer=16,
 )
+
+MEASURES = ("text", "passkey", *TASKS)
+QUICK_MEASURES = MEASURES[:3]
 
 Job = tuple[str, int | None]  # method, budget
 
@@ -76,6 +77,8 @@ def run(
     settings: Settings,
     text: str,
     store: Store,
+    *,
+    measures: Sequence[str] = MEASURES,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Measure what the store doesn't have yet.
@@ -83,19 +86,22 @@ def run(
     Args:
         names: models, as `quest.models.find` takes them.
         methods: names in `METHODS`; "dense" is always among them.
+        measures: names in `MEASURES`.
 
     Returns:
         The rows of these models, methods and budgets, by model, then method, then budget.
 
     Raises:
-        ValueError: the text, or a model's positions, are too short for the settings.
+        ValueError: a measure is unknown, or the text or a model's positions are too short for the settings.
     """
+    if unknown := [name for name in measures if name not in MEASURES]:
+        raise ValueError(f"--measures must be among {', '.join(MEASURES)}, got {', '.join(map(repr, unknown))}")
     jobs: list[Job] = [("dense", None), *((m, b) for m in methods if m != "dense" for b in budgets)]
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     found = []
     with Progress(*columns, console=console, transient=True) as progress:
         for name in names:
-            one = ModelRun(name, jobs, settings, text, store, progress)
+            one = ModelRun(name, jobs, measures, settings, text, store, progress)
             one.run()
             found += [store.rows[one.label, *job] for job in jobs]
     return found
@@ -105,10 +111,18 @@ class ModelRun:
     """One model, all methods and budgets."""
 
     def __init__(
-        self, name: str, jobs: Sequence[Job], settings: Settings, text: str, store: Store, progress: Progress
+        self,
+        name: str,
+        jobs: Sequence[Job],
+        measures: Sequence[str],
+        settings: Settings,
+        text: str,
+        store: Store,
+        progress: Progress,
     ) -> None:
         self.path, self.label = models.find(name)
-        self.jobs, self.settings, self.text, self.store, self.progress = jobs, settings, text, store, progress
+        self.jobs, self.measures, self.settings, self.text = jobs, measures, settings, text
+        self.store, self.progress = store, progress
         self.shared = fingerprint(asdict(settings), text, identity(self.path))
         self.prints = {job: fingerprint(self.shared, METHODS[job[0]].settings(job[1])) for job in jobs}
         self.sum_mass = any(METHODS[method].sums_mass for method, _ in jobs)
@@ -117,19 +131,19 @@ class ModelRun:
         return [job for job in self.jobs if not self.store.has((self.label, *job), self.prints[job], measure)]
 
     def run(self) -> None:
-        measures = ("text", "passkey", *self.settings.tasks)
-        total = sum(len(self.missing(measure)) for measure in measures)
+        total = sum(len(self.missing(measure)) for measure in self.measures)
         self.bar = self.progress.add_task(self.label, total=total)
         if not total:
             return
         self.say("loading")
         self.model, self.tokenizer = models.load(self.path)
         self.limit = context_limit(self.model) or 1 << 20
-        if todo := self.missing("text"):
-            self.run_text(todo)
-        for name in measures[1:]:
-            if todo := self.missing(name):
-                self.run_task(name, todo)
+        for measure in self.measures:
+            if todo := self.missing(measure):
+                if measure == "text":
+                    self.run_text(todo)
+                else:
+                    self.run_task(measure, todo)
         self.say("done")
 
     def run_text(self, todo: Sequence[Job]) -> None:

@@ -47,7 +47,7 @@ PANELS: dict[str, Callable[[dict[str, Any]], float | None]] = {
 
 
 def draw(rows: Rows, prefix: Path) -> list[Path]:
-    """One picture per model, `PREFIX-MODEL.png`."""
+    """One picture per model, `PREFIX-MODEL.png`, of the rows that have texts: those know their bytes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +55,7 @@ def draw(rows: Rows, prefix: Path) -> list[Path]:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     written = []
-    for model, found in by_model(rows):
+    for model, found in by_model([row for row in rows if "text" in row["measures"]]):
         figure, axes = pyplot.subplots(2, 2, figsize=(13, 8.5), layout="constrained")
         for axis, (name, value) in zip(axes.flat, PANELS.items(), strict=True):
             draw_panel(axis, found, value)

@@ -21,7 +21,8 @@ def by_model(rows: Rows) -> list[tuple[str, list[dict[str, Any]]]]:
 def show(rows: Rows, tasks: Sequence[dict[str, Any]], console: Console) -> None:
     """Per model: accuracy on texts against bytes, and the tasks that dense attention solves."""
     for model, found in by_model(rows):
-        console.print(text_table(model, found))
+        if texts := [row for row in found if "text" in row["measures"]]:
+            console.print(text_table(model, texts))
         tried = [one for one in tasks if one["model"] == model]
         if any(one["solved"] for one in tried):
             console.print(task_table(model, found, tried))

@@ -288,6 +288,9 @@ def bench_accuracy(
     ] = "smollm2,gemma3-270m",
     methods: Annotated[str | None, typer.Option(help="Separated by commas; the mode's if not given.")] = None,
     budgets: Annotated[str | None, typer.Option(help="Tokens, separated by commas; the mode's if not given.")] = None,
+    measures: Annotated[
+        str | None, typer.Option(help="text, passkey and names of tasks; the mode's if not given.")
+    ] = None,
     mode: Annotated[Mode, typer.Option(help="quick: minutes; full: hours, for numbers to quote.")] = Mode.quick,
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to predict, Python's manual if not given.")] = None,
     documents: Annotated[int | None, typer.Option(min=1, help="Stretches of the text.")] = None,
@@ -314,15 +317,25 @@ def bench_accuracy(
         given = {"documents": documents, "tokens": tokens, "samples": samples}
         changes: dict[str, Any] = {name: number for name, number in given.items() if number is not None}
         settings = replace(accuracy.FULL if full else accuracy.QUICK, **changes)
-        chosen = names("--methods", methods) or (list(accuracy_methods.METHODS) if full else accuracy_methods.QUICK)
+        chosen = names("--methods", methods) or list(accuracy_methods.METHODS if full else accuracy_methods.QUICK)
         wanted = whole_numbers("--budgets", budgets or ("64,128,256,512,1024" if full else "128,512"))
         accuracy_methods.check(chosen, wanted)
+        measured = names("--measures", measures) or (accuracy.MEASURES if full else accuracy.QUICK_MEASURES)
         words = document() if text is None else read_prompt(text)
         set_threads(threads)
         console, machine = Console(), describe()
         console.print(summary(machine), highlight=False)
         store = Store(json, machine, {**asdict(settings), "text": fingerprint(words)})
-        rows = accuracy.run(names("--models", models), chosen, sorted({*wanted}), settings, words, store, console)
+        rows = accuracy.run(
+            names("--models", models),
+            chosen,
+            sorted({*wanted}),
+            settings,
+            words,
+            store,
+            measures=measured,
+            console=console,
+        )
         accuracy_report.show(rows, store.tasks, console)
         if plot is not None:
             for path in accuracy_plot.draw(rows, plot):

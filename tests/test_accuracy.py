@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 pytest.importorskip("transformers")
 
@@ -165,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def measured(folder: str, path: Path | None, methods: list[str], settings: accuracy.Settings = SETTINGS) -> list[Any]:
     store = Store(path, {}, {"documents": settings.documents})
-    return accuracy.run([folder], methods, [64, 512], settings, TEXT, store)
+    return accuracy.run([folder], methods, [64, 512], settings, TEXT, store, measures=accuracy.QUICK_MEASURES)
 
 
 def without_times(rows: list[Any]) -> list[Any]:
@@ -236,7 +237,9 @@ def test_rows(folder: str, tmp_path: Path, easy: None) -> None:
 
 def test_what_dense_does_not_solve_is_not_compared(folder: str) -> None:
     store = Store(None, {}, {})
-    rows = accuracy.run([folder], ["window"], [64], SETTINGS, TEXT, store)
+    rows = accuracy.run([folder], ["window"], [64], SETTINGS, TEXT, store, measures=("passkey", "niah_single_1"))
+    accuracy_report.show(rows, store.tasks, Console())
+    assert rows[0]["kl"] is None
     assert {row[f"{task}_{way}"] for row in rows for task in ("passkey", "niah_single_1") for way in "ab"} == {None}
     assert [one["length"] for one in store.tasks] == [300, 460]  # longer ones are not tried
 
@@ -259,10 +262,8 @@ def test_changed_settings(folder: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_sparse_above_dense_is_flagged(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
     store = Store(None, {}, {})
-    rows = accuracy.run([folder], ["ours"], [64], replace(SETTINGS, tasks=()), TEXT, store)
+    rows = accuracy.run([folder], ["ours"], [64], SETTINGS, TEXT, store, measures=("text",))
     assert rows[1]["beats_dense"] == []
     name = rows[0]["model"]
     for row in rows:
@@ -292,7 +293,7 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
 
 
 def test_plots_have_all_panels(tmp_path: Path) -> None:
-    row = dict.fromkeys([f"{task}_{way}" for task in ("passkey", *accuracy.FULL.tasks) for way in "ab"], 0.5)
+    row = dict.fromkeys([f"{task}_{way}" for task in ("passkey", *accuracy.MEASURES[2:]) for way in "ab"], 0.5)
     rows: list[dict[str, Any]] = [{**row, "method": "dense", "budget": None, "kl": 0.0, "bytes_per_token": 9e6}]
     rows += [
         {**row, "method": method, "budget": budget, "kl": 0.1 / budget, "bytes_per_token": 1e4 * budget}
@@ -300,7 +301,10 @@ def test_plots_have_all_panels(tmp_path: Path) -> None:
         if method != "dense"
         for budget in (64, 128)
     ]
-    rows = [{**one, "model": "m", "dense": one["budget"] is None, "top1_agreement": 0.8} for one in rows]
+    rows = [
+        {**one, "model": "m", "measures": ["text"], "dense": one["budget"] is None, "top1_agreement": 0.8}
+        for one in rows
+    ]
     assert accuracy_plot.task_score(rows[0], "a") == 0.5
     assert accuracy_plot.draw(rows, tmp_path / "x") == [tmp_path / "x-m.png"]
     assert (tmp_path / "x-m.png").stat().st_size > 50_000
@@ -311,6 +315,7 @@ def test_mistakes_are_one_line(folder: str, tmp_path: Path) -> None:
     assert "--methods must be names" in refused("bench", "accuracy", "--methods", "ours,")
     assert "--budgets must be whole numbers" in refused("bench", "accuracy", "--budgets", "few")
     assert "--budgets must hold the forced 16 + 32 tokens" in refused("bench", "accuracy", "--budgets", "32")
+    assert "--measures must be among text, passkey, niah" in refused("bench", "accuracy", "--measures", "taste")
     assert "none of the packaged" in refused("bench", "accuracy", "--models", "gpt")
     assert "no such file" in refused("bench", "accuracy", "--text", str(tmp_path / "none"))
     few = tmp_path / "few.txt"
