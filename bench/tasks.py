@@ -71,14 +71,14 @@ class Text:
     answers: tuple[str, ...]
 
 
-Writer = Callable[[int, int, random.Random], Text]  # size (lines or words), wanted length in tokens, randomness
+Writer = Callable[[int, int, float, random.Random], Text]  # size (lines or words), wanted length, depth, randomness
 
 
-def niah_single_1(size: int, length: int, rng: random.Random) -> Text:
+def niah_single_1(size: int, length: int, depth: float, rng: random.Random) -> Text:
     """One needle in lines that repeat."""
     key, value = _keys(1, rng)[0], _number(7, rng)
     lines = [FILLER] * size
-    lines.insert(rng.randrange(size + 1), f"The special number of {key} is {value}.")
+    lines.insert(round(depth * size), f"The special number of {key} is {value}.")
     return Text(
         "One special number is hidden in the following text. Remember it.\n\n" + "\n".join(lines),
         f"\n\nWhat is the special number of {key} in the text above? The special number of {key} is",
@@ -86,20 +86,20 @@ def niah_single_1(size: int, length: int, rng: random.Random) -> Text:
     )
 
 
-def multikey_2(size: int, length: int, rng: random.Random) -> Text:
+def multikey_2(size: int, length: int, depth: float, rng: random.Random) -> Text:
     """The haystack is needles, words to numbers."""
     keys, values = _keys(size, rng), [_number(7, rng) for _ in range(size)]
-    return _pairs(keys, values, rng)
+    return _pairs(keys, values, depth)
 
 
-def multikey_3(size: int, length: int, rng: random.Random) -> Text:
+def multikey_3(size: int, length: int, depth: float, rng: random.Random) -> Text:
     """The haystack is needles, UUIDs to UUIDs."""
     made = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2 * size)]
-    return _pairs(made[:size], made[size:], rng)
+    return _pairs(made[:size], made[size:], depth)
 
 
-def _pairs(keys: list[str], values: list[str], rng: random.Random) -> Text:
-    wanted = rng.randrange(len(keys))
+def _pairs(keys: list[str], values: list[str], depth: float) -> Text:
+    wanted = int(depth * len(keys))
     lines = [f"The special value of {key} is {value}." for key, value in zip(keys, values, strict=True)]
     return Text(
         "The following lines give a special value to each of many names. Remember them.\n\n" + "\n".join(lines),
@@ -108,7 +108,7 @@ def _pairs(keys: list[str], values: list[str], rng: random.Random) -> Text:
     )
 
 
-def vt(size: int, length: int, rng: random.Random) -> Text:
+def vt(size: int, length: int, depth: float, rng: random.Random) -> Text:
     """A chain of assignments, to be followed from its number; an example with a shorter text comes first."""
 
     def chain(filler: int) -> tuple[str, str, list[str]]:
@@ -127,7 +127,7 @@ def vt(size: int, length: int, rng: random.Random) -> Text:
     return Text(f"{example}{asked} {', '.join(found)}.\n\n{text}", question, tuple(names))
 
 
-def cwe(size: int, length: int, rng: random.Random) -> Text:
+def cwe(size: int, length: int, depth: float, rng: random.Random) -> Text:
     """Ten words that are common in a numbered list; an example comes first."""
     often, seldom = (30, 3) if length >= SHORT else (6, 1)
     words = _words(size + 40, rng)
@@ -146,7 +146,7 @@ def cwe(size: int, length: int, rng: random.Random) -> Text:
     return Text(f"{example}{ask} {shown}\n\n{text}", ask, tuple(common))
 
 
-def fwe(size: int, length: int, rng: random.Random) -> Text:
+def fwe(size: int, length: int, depth: float, rng: random.Random) -> Text:
     """The three most frequent of coded words whose counts follow a Zipf law of exponent 2."""
     vocabulary = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(max(4, length // 50))]
     weights = [(i + 1) ** -2.0 for i in range(len(vocabulary))]
@@ -183,7 +183,8 @@ def make(
     new_tokens = min(new_tokens, longest_answer)
 
     def sample(size: int, number: int) -> Sample:
-        text = writer(size, length, random.Random(f"{name} {length} {seed} {number}"))
+        depth = (number + 0.5) / samples  # of the needle, where there is one
+        text = writer(size, length, depth, random.Random(f"{name} {length} {seed} {number}"))
         before = opening(tokenizer) + encode(tokenizer, text.before)
         return Sample(before, encode(tokenizer, text.question), text.answers, new_tokens)
 
