@@ -60,7 +60,7 @@ def draw(rows: Rows, prefix: Path) -> list[Path]:
         for axis, (name, value) in zip(axes.flat, PANELS.items(), strict=True):
             draw_panel(axis, found, value)
             axis.set(title=name, xscale="log", xlabel="MB read per token, summaries and dense layers included")
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
             axis.xaxis.set_minor_formatter(NullFormatter())
             axis.grid(True, color="#e6e6e6", linewidth=0.8)
