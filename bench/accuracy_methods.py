@@ -59,6 +59,8 @@ class Method:
         return repr((self.at(budget), self.rule(budget) if self.rule and budget else None))
 
 
+PAGE_4 = QuestConfig(page_size=4, summary_bits=4, coarse_size=16, coarse_keep=0.25, coarse_slack=0.4)
+
 METHODS: dict[str, Method] = {
     "dense": Method("everything", "dense"),
     "window": Method("sinks and the newest tokens", "loses", rule=Window),
@@ -70,9 +72,14 @@ METHODS: dict[str, Method] = {
         rule=partial(QuestPages, sink_tokens=0, recent_tokens=1),
     ),
     "paper": Method("Quest as published, with forced pages", config=QuestConfig.paper()),
+    "paper-16-16": Method(
+        "Quest as published, with one sink page and one recent page",
+        config=QuestConfig.paper(sink_tokens=16, recent_tokens=16),
+    ),
     "ours": Method("QuestConfig()", config=QuestConfig()),
-    "ours-per-head": Method("QuestConfig(group_rule='per_head')", config=QuestConfig(group_rule="per_head")),
-    "ours-page-4": Method("QuestConfig(page_size=4)", config=QuestConfig(page_size=4)),
+    "ours-long": Method("QuestConfig.long()", config=QuestConfig.long()),
+    "ours-page-4": Method("pages of 4 tokens, 4 bits, two levels", config=PAGE_4),
+    "ours-page-16": Method("pages of 16 tokens, in K's dtype", config=QuestConfig(page_size=16)),
     "oracle-16": Method("the best pages of 16 tokens", "oracle", rule=partial(OraclePages, page_size=16)),
     "oracle-4": Method("the best pages of 4 tokens", "oracle", rule=partial(OraclePages, page_size=4)),
     "oracle-1": Method("the best tokens", "oracle", rule=partial(OraclePages, page_size=1)),

@@ -45,13 +45,11 @@ class Shape:
 
     def bytes(self, config: QuestConfig) -> StepBytes:
         """What a step reads, all rows together."""
-        layer = config.layer(0)
         return sum(
             (
                 step_bytes(
                     length,
-                    layer,
-                    page_size=config.page_size,
+                    config,
                     num_heads=self.num_heads,
                     num_kv_heads=self.num_kv_heads,
                     head_dim=self.head_dim,

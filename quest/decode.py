@@ -267,7 +267,9 @@ def op_settings(
     max_pages = block_table.shape[1] * (config.block_size // page_size)
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
     summaries = (
-        () if packing is None else (*ops_packed._settings(packing), float(layer.coarse_keep), layer.coarse_limit, layer.coarse_slack)
+        ()
+        if packing is None
+        else (*ops_packed._settings(packing), float(layer.coarse_keep), layer.coarse_limit, layer.coarse_slack)
     )
     return (
         *summaries,

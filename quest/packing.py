@@ -18,6 +18,7 @@ and the pages of a coarse page are one run of bytes. `dim` is head_dim rounded u
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from quest.config import QuestConfig
@@ -94,6 +95,13 @@ def packing_of(config: QuestConfig) -> Packing | None:
     if config.summary_bits is None:
         return None
     return Packing(config.page_size, config.block_size, config.coarse_size, config.summary_bits)
+
+
+def kept_pages(total: int, coarse_keep: float, coarse_limit: int, budget: int, packing: Packing) -> int:
+    """How many of `total` coarse pages have their pages scored: a fraction, not too many, but room for a choice."""
+    size = packing.coarse_size or 1
+    least = -(-CANDIDATES * budget // size) + 2
+    return min(total, max(min(math.ceil(coarse_keep * total), -(-coarse_limit // size)), least))
 
 
 def padded(head_dim: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quest import reference
 from quest.config import QuestConfig, forced_pages
-from quest.packing import CANDIDATES, Packing, packing_of, padded
+from quest.packing import Packing, kept_pages, packing_of, padded
 from quest.reference import NEG_INF, _agree, _with_q_len
 
 
@@ -195,13 +195,6 @@ def score_packed(
                     agreed = _agree(fine, candidate.expand_as(fine), group_rule, scale)
                     scores[b, t, k, : len(may)] = torch.where(candidate, agreed, NEG_INF)
     return scores[:, 0] if squeeze else scores
-
-
-def kept_pages(total: int, coarse_keep: float, coarse_limit: int, budget: int, packing: Packing) -> int:
-    """How many of `total` coarse pages have their pages scored: a fraction, not too many, but room for a choice."""
-    size = packing.coarse_size or 1
-    least = -(-CANDIDATES * budget // size) + 2
-    return min(total, max(min(math.ceil(coarse_keep * total), -(-coarse_limit // size)), least))
 
 
 def _score_range(q: Tensor, low: Tensor, high: Tensor, slack: float) -> Tensor:

@@ -10,17 +10,17 @@ import torch
 
 import quest
 from quest import QuestConfig
-from quest.bytes import StepBytes, model_bytes, step_bytes
+from quest.bytes import StepBytes, model_bytes, step_bytes, summary_overhead
 
 
 def count(context: int, config: QuestConfig, **changes: Any) -> StepBytes:
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 128, "itemsize": 2}
-    return step_bytes(context, config.layer(0), page_size=config.page_size, **{**sizes, **changes})
+    return step_bytes(context, config, **{**sizes, **changes})
 
 
 def test_summaries_count_as_well() -> None:  # C47
     read = count(4096, QuestConfig(page_size=16, budget=16 * 16))
-    assert read == StepBytes(summaries=131_072, kv=131_072, dense=2_097_152)
+    assert (read.summaries, read.kv, read.dense) == (131_072, 131_072, 2_097_152)
     assert 1 / read.fraction == 8.0
 
 
@@ -35,7 +35,10 @@ def test_heads_and_widths() -> None:
     each = shared.replace(group_rule="per_head")
     sizes = {"num_heads": 8, "num_kv_heads": 2, "v_head_dim": 64, "itemsize": 4}
     assert count(4096, shared, **sizes) == StepBytes(
-        summaries=256 * 2 * 2 * 128 * 4, kv=256 * 2 * (128 + 64) * 4, dense=4096 * 2 * (128 + 64) * 4
+        summaries=256 * 2 * 2 * 128 * 4,
+        kv=256 * 2 * (128 + 64) * 4,
+        dense=4096 * 2 * (128 + 64) * 4,
+        forced=48 * 2 * (128 + 64) * 4,
     )
     assert count(4096, each, **sizes).kv == 4 * count(4096, shared, **sizes).kv
     assert count(4096, each, **sizes).summaries == count(4096, shared, **sizes).summaries
@@ -73,13 +76,35 @@ def test_a_model_is_the_sum_of_its_layers() -> None:
         sliding_window=100,
     )
     model = SimpleNamespace(get_text_config=lambda: text)
-    config = QuestConfig(budget=64, dense_layers=(0,))
+    config = QuestConfig(page_size=16, budget=64, dense_layers=(0,))
     dense = 1000 * 2 * 2 * 8 * 4
     window = 100 * 2 * 2 * 8 * 4
-    sparse = step_bytes(1000, config.layer(2), page_size=16, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
-    assert model_bytes(model, config, 1000, 4) == StepBytes(
-        summaries=sparse.summaries, kv=dense + window + sparse.kv, dense=2 * dense + window
-    )
+    sparse = step_bytes(1000, config, 2, num_heads=4, num_kv_heads=2, head_dim=8, itemsize=4)
+    assert model_bytes(model, config, 1000, 4) == sparse + StepBytes(kv=dense + window, dense=dense + window)
+
+
+def test_packed_summaries_by_kind() -> None:
+    """7,000 tokens: 27 blocks of 256, 88 tokens in the open one, of which 16 are recent. All worked out by hand."""
+    config = QuestConfig(budget=256, coarse_keep=0.25, coarse_limit=1 << 20)
+    read = count(7000, config)
+    assert read.cells == 27 * 4 * 128
+    assert read.coarse == 27 * 16 * 128 * 2 * 2 // 8
+    assert read.open == 72 * 128 * 2
+    assert read.summaries - read.cells - read.coarse - read.open == 108 * 16 * 128 * 2 // 8  # a quarter of 432
+    assert (read.kv, read.forced) == (256 * 512, 20 * 512)
+    few = count(7000, config.replace(coarse_limit=64))
+    assert read.summaries - few.summaries == (108 - 34) * 16 * 32  # 34 of 16 tokens: twice the budget, and two more
+    one = count(7000, QuestConfig(page_size=4, summary_bits=4, budget=256))
+    assert one.coarse == 0
+    assert (
+        one.summaries - one.cells - one.open == 1744 * 128
+    )  # 109 blocks of 64, of 16 pages; the sink's are in the first
+    assert one.open == 0  # 24 tokens are recent
+
+
+def test_overhead_in_memory() -> None:
+    assert summary_overhead(QuestConfig(page_size=16), 128) == 1 / 16
+    assert summary_overhead(QuestConfig(), 128) == (4 * 128 + 16 * 64 + 256 * 32) / (256 * 512)
 
 
 def test_an_outlier_draws_the_bound_and_costs_the_mass() -> None:  # C47: by design; reports have to show it
