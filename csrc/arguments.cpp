@@ -181,14 +181,14 @@ PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache
 
 PackedScratch allocate(PackedScoreParams& p) {
   const Sequences& seq = p.seq;
-  int64_t blocks = 0;
-  p.max_kept = 0;
+  p.max_groups = p.max_kept = 0;
   for (int64_t b = 0; b < seq.batch; b++) {
-    const int64_t length = seq.length(b), full = length / seq.block_size;
-    blocks = std::max(blocks, full);
-    p.max_kept = std::max(p.max_kept, p.kept_of(full * p.packed.groups, length - 1));
+    const int64_t groups = seq.length(b) / (p.packed.group_pages * seq.page_size);
+    p.max_groups = std::max(p.max_groups, groups);
+    p.max_kept = std::max(p.max_kept, p.kept_of(groups, seq.length(b) - 1));
   }
-  p.max_groups = blocks * p.packed.groups;
+  // Scores of groups are written block by block.
+  p.max_groups = (p.max_groups + p.packed.groups - 1) / p.packed.groups * p.packed.groups;
   p.max_candidates = p.max_kept * p.packed.group_pages + p.packed.pages;
   const int64_t tokens = seq.batch * seq.q_len, units = tokens * p.num_kv_heads, heads = tokens * p.num_heads;
   const int64_t coarse = p.packed.coarse ? p.max_groups : 0;

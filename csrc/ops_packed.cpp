@@ -50,7 +50,7 @@ Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& pa
     const Span span = seq.span(token / seq.q_len, token % seq.q_len);
     if (span.pos < 0) continue;
     const int32_t* kept = p.kept + unit * p.max_kept;
-    const int64_t in_groups = p.num_kept[unit] * size, open = p.full_blocks(span) * layout.pages;
+    const int64_t in_groups = p.num_kept[unit] * size, open = p.coded_pages(span);
     for (int64_t c = 0; c < p.candidates(span, token / seq.q_len, unit); c++)
       to[c < in_groups ? kept[c / size] * size + c % size : open + c - in_groups] = from[c];
   }

@@ -138,7 +138,7 @@ inline int64_t budget_tokens(int64_t budget, double fraction, int64_t visible) {
 }
 
 // The candidates of a token and KV head (a unit) are the pages of the groups it keeps, in order, and after them the
-// pages of its open block, which have no codes yet and are scored from K.
+// pages after the last whole group, which have no codes yet and are scored from K.
 struct PackedScoreParams {
   Sequences seq;
   Rows query;
@@ -159,8 +159,12 @@ struct PackedScoreParams {
   float* scores;         // [batch, q_len, num_kv_heads, max_candidates], or null for per_head: raw is the result
   int64_t max_groups, max_kept, max_candidates;
 
-  // Blocks that hold nothing after the token, which is at `pos`.
-  int64_t full_blocks(const Span& s) const { return (s.pos + 1) / seq.block_size; }
+  // Pages that have codes which say nothing of a later token: those of whole groups. Codes of a block that later tokens
+  // of the same step fill or go on filling depend on them.
+  int64_t coded_pages(const Span& s) const {
+    if (seq.q_len > 1) return (s.pos + 1) / seq.block_size * packed.pages;
+    return (s.pos + 1) / (packed.group_pages * seq.page_size) * packed.group_pages;
+  }
   // Pages [first_page, last_page) of a token's may have a score; those before and after are forced, or not visible.
   int64_t first_page(const Span& s) const { return s.first_page > sink_pages ? s.first_page : sink_pages; }
   int64_t last_page(const Span& s, int64_t b) const {
@@ -171,10 +175,10 @@ struct PackedScoreParams {
     }
     return last > 0 ? last : 0;
   }
-  // The groups to choose from, those of full blocks that hold such a page: [first_group, last_group).
+  // The groups to choose from, those that hold such a page: [first_group, last_group).
   int64_t first_group(const Span& s) const { return first_page(s) / packed.group_pages; }
   int64_t last_group(const Span& s, int64_t b) const {
-    const int64_t end = full_blocks(s) * packed.groups, first = first_group(s);
+    const int64_t end = coded_pages(s) / packed.group_pages, first = first_group(s);
     const int64_t last = (last_page(s, b) + packed.group_pages - 1) / packed.group_pages;
     const int64_t least = last < end ? last : end;
     return least > first ? least : first;
@@ -194,7 +198,7 @@ struct PackedScoreParams {
     return kept < total ? kept : total;
   }
   int64_t candidates(const Span& s, int64_t b, int64_t unit) const {
-    const int64_t open = last_page(s, b) - full_blocks(s) * packed.pages;
+    const int64_t open = last_page(s, b) - coded_pages(s);
     return num_kept[unit] * packed.group_pages + (open > 0 ? open : 0);
   }
 };

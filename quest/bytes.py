@@ -1,7 +1,7 @@
 """How many bytes of the KV cache a decode step reads, counted from what the kernels touch.
 
-Summaries count: of every page that is scored; of packed ones the cells of every block, the codes of both levels, and the
-keys of the open block, which are scored as they are. So do whole pages, whatever part of a budget they use up. What a
+Summaries count: of every page that is scored; of packed ones the cells of every block, the codes of both levels, and keys:
+of pages that have no codes yet, and of a block that is packed anew. So do whole pages, whatever part of a budget they use up. What a
 step writes (one row of K and V, the summary of one page) and the query are left out: they don't grow with the context.
 """
 
@@ -22,7 +22,7 @@ class StepBytes:
     """Bytes read in one decode step: summaries, rows of K and V, and what dense attention would read instead.
 
     Of `summaries`, `coarse` are those of coarse pages, `cells` of what the codes of a block have in common, and `open`
-    the keys of the open block; the rest are summaries of pages. `forced` are those of `kv` that are read whatever they
+    keys that are scored or packed; the rest are summaries of pages. `forced` are those of `kv` that are read whatever they
     score.
     """
 
@@ -103,10 +103,10 @@ def _scored(context: int, config: QuestConfig, layer: LayerConfig, head_dim: int
     if packing is None:
         return {"summaries": -(-context // page_size) * 2 * head_dim * itemsize}
     sink, recent = forced_pages(layer.sink_tokens, layer.recent_tokens, page_size)
-    size, full = packing.group_pages, context // packing.block_size
+    size, coded = packing.group_pages, context // packing.group_size * packing.group_pages  # pages that have codes
     first, last = sink, max(0, -(-context // page_size) - recent)  # forced pages are not scored
     first_group = sink // size
-    groups = max(0, min(full * packing.pages // size, -(-last // size)) - first_group)
+    groups = max(0, min(coded // size, -(-last // size)) - first_group)
     budget = math.ceil(layer.budget * context) if isinstance(layer.budget, float) else layer.budget
     kept = groups
     if packing.coarse_pages:
@@ -115,7 +115,10 @@ def _scored(context: int, config: QuestConfig, layer: LayerConfig, head_dim: int
     blocks = -(-(first_group + groups) // of_block) - first_group // of_block if groups else 0
     coarse = blocks * packing.coarse_pages * packing.coarse_bytes(head_dim) if kept < groups else 0
     cells = blocks * packing.bounds_bytes(head_dim)
-    opened = max(0, last - max(full * packing.pages, first)) * page_size * head_dim * itemsize
+    opened = max(0, last - max(coded, first)) * page_size
+    if context % packing.group_size == 0:  # a group is complete: its block is packed anew
+        opened += (context - 1) % packing.block_size + 1
+    opened *= head_dim * itemsize
     fine = kept * size * packing.page_bytes(head_dim)
     return {"summaries": coarse + cells + opened + fine, "coarse": coarse, "cells": cells, "open": opened}
 

@@ -223,12 +223,13 @@ class PagedKVCache:
             raise ValueError(f"crop: lengths must be one per row ({self.batch_size}), got {len(ends)}")
         for row, end in enumerate(ends):
             _check_int("crop", f"lengths[{row}]", end, 0, self.lengths[row])
-        # A page that loses some of its tokens is summarised again, so its block is written. A block that is no longer
-        # full needs no codes.
-        page_size, packed = self.config.page_size, self._pools.packing is not None
-        redo = [
-            int(end < old and end % page_size != 0 and not packed) for end, old in zip(ends, self.lengths, strict=True)
-        ]
+        # A page that loses some of its tokens is summarised again, so its block is written. Of packed summaries the block
+        # is packed again.
+        packing = self._pools.packing
+        unit = self.config.page_size if packing is None else packing.block_size
+        redo = [end % unit * (end < old) for end, old in zip(ends, self.lengths, strict=True)]
+        if packing is None:
+            redo = [min(again, 1) for again in redo]
         shared = self._table.shared((end - again, end) for end, again in zip(ends, redo, strict=True))
         self._reserve(len(shared))
 

@@ -86,8 +86,8 @@ class QuestConfig:
     group_rule: str = "relative"
     summary_bits: int | None = None
     coarse_size: int | None = None
-    coarse_keep: float = 1 / 6
-    coarse_limit: int = 8192
+    coarse_keep: float = 0.25
+    coarse_limit: int = 4096
     coarse_slack: float = 0.2
     layers: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """The verbs of packed summaries, in place of `summarise` and `score`: same shapes and rules as in `quest.ops`.
 
-`packed` is uint8 [num_blocks, num_kv_heads, packing.num_bytes(head_dim)], laid out as `quest.packing` says. It has codes
-of full blocks only; the pages of an open block are scored from K, so nothing needs to be kept of them or undone.
+`packed` is uint8 [num_blocks, num_kv_heads, packing.num_bytes(head_dim)], laid out as `quest.packing` says. Whole
+groups of pages have codes; the pages after the last one are scored from K.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def pack(
     sink_tokens: int = 0,
     check: bool = True,
 ) -> None:
-    """Write the codes of every block that the last `num_new[b]` tokens of row b have filled.
+    """Write the codes of every block in which the last `num_new[b]` tokens of row b have completed a group of pages.
 
     Per channel, the block's keys are divided into `2 ** bits` cells; a page's codes are the cell of its minimum and the
     cell of its maximum, a single one for pages of one token.
@@ -37,7 +37,7 @@ def pack(
     Args:
         k_cache: finite, at most 1e38 in size, in the blocks that are packed.
         packed: written in place.
-        num_new: int32 [batch]; `num_new = seq_lens` packs every full block.
+        num_new: int32 [batch]; `num_new = seq_lens` packs every block.
         sink_tokens: of a row's oldest pages, left out of ranges and codes; `score_packed` must be told the same.
     """
     args = Args("pack")

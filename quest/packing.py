@@ -1,4 +1,4 @@
-"""The packed summary: pages of a full block as small codes, one run of bytes per block and KV head.
+"""The packed summary: pages as small codes, one run of bytes per block and KV head.
 
     lo, step      2 x bfloat16 [dim]: channel by channel, the block's keys lie in `2 ** bits` cells of width `step`, the
                   first of which starts at `lo`
@@ -9,6 +9,9 @@ A page's codes are, per channel, the cell of its minimum and that of its maximum
 lower to the other's upper edge, so it is never narrower than the true one. A page of one token has one code per channel.
 A coarse page's codes are the smallest and the largest of its pages'. Pages of the sink are left out of the cells, which
 the first token's key would spoil for its neighbours: they have no codes and no score, because they are always read.
+
+Only whole groups have codes. Each time one is complete its block is packed anew, so that cells always are those of all
+keys that have codes: what a block says depends on its keys alone, not on how they came.
 
 A word holds minimum and maximum of `16 / bits` channels of one page: bits 0..15 the codes of the maximum, bits 16..31
 those of the minimum, place j of word w being channel `j * words + w`. Of a page of one token bits 16..31 hold channels of
@@ -64,6 +67,11 @@ class Packing:
     @property
     def lanes(self) -> int:
         return _lanes(self.group_pages)
+
+    @property
+    def group_size(self) -> int:
+        """Tokens of a group."""
+        return self.group_pages * self.page_size
 
     @property
     def coarse_lanes(self) -> int:

@@ -25,23 +25,28 @@ def pack(
     check: bool = True,
 ) -> None:
     sink = -(-sink_tokens // packing.page_size)
+    size = packing.group_size
     for row, (length, new) in enumerate(zip(seq_lens.tolist(), num_new.tolist(), strict=True)):
-        first = max(0, length - new)
-        for i in range(first // packing.block_size, length // packing.block_size) if new > 0 else ():
+        before, coded = max(0, length - new) // size * size, length // size * size
+        for i in range(before // packing.block_size, -(-coded // packing.block_size)) if coded > before else ():
             block = int(block_table[row, i])
-            keys = k_cache[block].float().unflatten(1, (packing.pages, packing.page_size))
-            packed[block] = _pack_block(keys.amin(2), keys.amax(2), max(0, sink - i * packing.pages), packing)
+            count = min(packing.pages, coded // packing.page_size - i * packing.pages)
+            keys = k_cache[block, :, : count * packing.page_size].float().unflatten(1, (count, packing.page_size))
+            low, high = (
+                torch.nn.functional.pad(x, (0, 0, 0, packing.pages - count)) for x in (keys.amin(2), keys.amax(2))
+            )
+            packed[block] = _pack_block(low, high, max(0, sink - i * packing.pages), count, packing)
 
 
-def _pack_block(low: Tensor, high: Tensor, sink: int, packing: Packing) -> Tensor:
-    """The bytes of one block, from the minima and maxima [heads, pages, dim] of its pages; the first `sink` are left
-    out."""
+def _pack_block(low: Tensor, high: Tensor, sink: int, count: int, packing: Packing) -> Tensor:
+    """The bytes of one block, from the minima and maxima [heads, pages, dim] of its first `count` pages; the first
+    `sink` are left out."""
     heads, pages, head_dim = low.shape
     low, high = (torch.nn.functional.pad(x, (0, padded(head_dim) - head_dim)) for x in (low, high))
-    counted = (torch.arange(pages) >= sink)[:, None]
-    if sink < pages:
-        lo = _to_bf16(low[:, sink:].amin(1), up=False)
-        width = high[:, sink:].amax(1).double() - lo.double()
+    counted = ((torch.arange(pages) >= sink) & (torch.arange(pages) < count))[:, None]
+    if sink < count:
+        lo = _to_bf16(low[:, sink:count].amin(1), up=False)
+        width = high[:, sink:count].amax(1).double() - lo.double()
         step = _to_bf16((width / packing.cells).float().nextafter(torch.tensor(math.inf)) * (width > 0), up=True)
     else:
         lo = step = torch.zeros(heads, low.shape[2])
@@ -152,7 +157,9 @@ def score_packed(
             pos = length - q_len + t
             if pos < 0:
                 continue
-            full = (pos + 1) // block_size  # blocks that hold nothing after the token
+            # Pages whose codes say nothing of a later token: of whole groups, of full blocks if there are later tokens.
+            whole = block_size if q_len > 1 else packing.group_size
+            coded = (pos + 1) // whole * whole // page_size
             # Pages before and after these are forced, or not visible.
             first = max(sink, 0 if window is None else max(0, pos - window + 1) // page_size)
             pages = max(0, pos // page_size + 1 - recent)
@@ -160,24 +167,24 @@ def score_packed(
                 pages = min(pages, max(0, length - q_len) // page_size)
             if not pages:
                 continue
-            may = torch.arange(max(pages, full * packing.pages)) >= first
+            may = torch.arange(max(pages, coded)) >= first
             may[pages:] = False
-            blocks = block_table[b, :full].long()
+            blocks = block_table[b, : -(-coded // packing.pages)].long()
             tokens = budget if not isinstance(budget, float) else math.ceil(budget * (pos + 1))
             for k in range(num_kv_heads):
                 q = query[b, t, k * group : (k + 1) * group]
                 codes = unpack(packed[blocks, k], head_dim, packing)
-                raw = [_score_codes(q, codes, "", slack, packing), q.new_empty(group, 0)]
-                for page in range(full * packing.pages, pages):
+                raw = [_score_codes(q, codes, "", slack, packing)[:, :coded], q.new_empty(group, 0)]
+                for page in range(coded, pages):
                     at = torch.arange(page * page_size, (page + 1) * page_size)
                     keys = k_cache[block_table[b, at // block_size].long(), k, at % block_size].float()
                     raw.append(_score_range(q, keys.amin(0), keys.amax(0), slack)[:, None])
                 fine = torch.cat(raw, 1)  # [group, pages]
                 candidate = may.clone()
-                if packing.coarse_pages and full:
+                if packing.coarse_pages and coded:
                     size = packing.group_pages
-                    open_to = may[: full * packing.pages].unflatten(0, (-1, size)).any(1)
-                    coarse = _score_codes(q, codes, "coarse_", coarse_slack, packing)
+                    open_to = may[:coded].unflatten(0, (-1, size)).any(1)
+                    coarse = _score_codes(q, codes, "coarse_", coarse_slack, packing)[:, : len(open_to)]
                     rule = "relative" if group_rule == "per_head" else group_rule
                     best = _agree(coarse, open_to.expand_as(coarse), rule, scale)
                     kept = kept_pages(int(open_to.sum()), coarse_keep, coarse_limit, tokens, packing)
@@ -188,7 +195,7 @@ def score_packed(
                     )
                     chosen = torch.zeros_like(open_to)
                     chosen[order[:kept]] = True
-                    candidate[: full * packing.pages] &= chosen.repeat_interleave(size)
+                    candidate[:coded] &= chosen.repeat_interleave(size)
                 if group_rule == "per_head":
                     scores[b, t, k * group : (k + 1) * group, : len(may)] = torch.where(candidate, fine, NEG_INF)
                 else:

@@ -84,22 +84,21 @@ def test_a_model_is_the_sum_of_its_layers() -> None:
 
 
 def test_packed_summaries_by_kind() -> None:
-    """7,000 tokens: 27 blocks of 256, 88 tokens in the open one, of which 16 are recent. All worked out by hand."""
+    """7,000 tokens: 27 blocks of 256 and a part of one; 437 groups of 16 tokens, the last 8 have no codes but are
+    recent. All worked out by hand."""
     config = QuestConfig(budget=256, coarse_keep=0.25, coarse_limit=1 << 20)
     read = count(7000, config)
-    assert read.cells == 27 * 4 * 128
-    assert read.coarse == 27 * 16 * 128 * 2 * 2 // 8
-    assert read.open == 72 * 128 * 2
-    assert read.summaries - read.cells - read.coarse - read.open == 108 * 16 * 128 * 2 // 8  # a quarter of 432
+    assert read.cells == 28 * 4 * 128
+    assert read.coarse == 28 * 16 * 128 * 2 * 2 // 8
+    assert read.open == 0
+    assert read.summaries - read.cells - read.coarse == 110 * 16 * 128 * 2 // 8  # a quarter of 437
     assert (read.kv, read.forced) == (256 * 512, 20 * 512)
     few = count(7000, config.replace(coarse_limit=64))
-    assert read.summaries - few.summaries == (108 - 34) * 16 * 32  # 34 of 16 tokens: twice the budget, and two more
-    one = count(7000, QuestConfig(page_size=4, summary_bits=4, budget=256))
+    assert read.summaries - few.summaries == (110 - 34) * 16 * 32  # 34 of 16 tokens: twice the budget, and two more
+    assert count(7008, config).open == 96 * 128 * 2  # a group is complete: the keys of its block are read
+    assert count(7000, config.replace(recent_tokens=4)).open == 4 * 128 * 2
+    one = count(7000, QuestConfig(page_size=4, summary_bits=4, coarse_size=None, budget=256))
     assert one.coarse == 0
-    assert (
-        one.summaries - one.cells - one.open == 1744 * 128
-    )  # 109 blocks of 64, of 16 pages; the sink's are in the first
-    assert one.open == 0  # 24 tokens are recent
 
 
 def test_overhead_in_memory() -> None:

@@ -19,7 +19,7 @@ struct Kernels {
   void (*score_groups)(const PackedScoreParams&, int64_t unit, int64_t begin, int64_t end);  // blocks
   void (*keep)(const PackedScoreParams&, int64_t unit);                                      // of its groups, the best
   void (*score_kept)(const PackedScoreParams&, int64_t unit, int64_t begin, int64_t end);    // kept groups
-  void (*score_open)(const PackedScoreParams&, int64_t unit);                                // the open block
+  void (*score_open)(const PackedScoreParams&, int64_t unit);                                // pages that have no codes
   void (*agree_packed)(const PackedScoreParams&, int64_t unit);
   void (*select)(const SelectParams&, int64_t unit);                 // unit: (batch, token, selection head)
   void (*attend)(const AttendParams&, int64_t unit, int64_t split);  // unit: (batch, token, selection head, tile)

@@ -1,4 +1,4 @@
-// pack: the summary of a full block as codes, the cells that hold its pages' minima and maxima. quest/packing.py has
+// pack: the summary of a block as codes, the cells that hold its pages' minima and maxima. quest/packing.py has
 // the layout, quest/reference_packed.py the rule.
 #include "cpu/tables.h"
 
@@ -77,21 +77,21 @@ QUEST_INLINE void store_codes(uint8_t* to, IVec codes) {
   memcpy(to, &bytes, sizeof bytes);
 }
 
-// One KV head of a block that is full; its first `sink` pages are left out.
+// One KV head of a block, of whose pages the first `count` have tokens and the first `sink` are left out.
 template <typename T>
 class BlockPacker {
  public:
-  BlockPacker(const PackParams& p, int64_t block, int64_t kv_head, int64_t sink)
-      : p_(p), x_(p.packed), page_size_(p.seq.page_size), stride_(p.k_cache.stride_row), sink_(sink) {
+  BlockPacker(const PackParams& p, int64_t block, int64_t kv_head, int64_t sink, int64_t count)
+      : p_(p), x_(p.packed), page_size_(p.seq.page_size), stride_(p.k_cache.stride_row), sink_(sink), count_(count) {
     keys_ = static_cast<const T*>(p.k_cache.data) + block * p.k_cache.stride_block + kv_head * p.k_cache.stride_head;
     out_ = x_.data + block * x_.stride_block + kv_head * x_.stride_head;
   }
 
   void run() {
     memset(out_, 0, x_.fine_at + x_.pages * x_.words * 4);
-    if (sink_ == x_.pages) return;
+    if (sink_ >= count_) return;
     for (int64_t d = 0; d < p_.k_cache.dim; d += W) find_cells(d);
-    for (int64_t group = sink_ / x_.group_pages; group < x_.groups; group++) pack_group(group);
+    for (int64_t group = sink_ / x_.group_pages; group < count_ / x_.group_pages; group++) pack_group(group);
   }
 
  private:
@@ -120,7 +120,7 @@ class BlockPacker {
 
   void find_cells(int64_t d) {
     Vec low, high, lowest = splat(kInf), highest = splat(-kInf);
-    for (int64_t page = sink_; page < x_.pages; page++) {
+    for (int64_t page = sink_; page < count_; page++) {
       range(page, d, &low, &high);
       lowest = low < lowest ? low : lowest;
       highest = high > highest ? high : highest;
@@ -176,7 +176,7 @@ class BlockPacker {
 
   const PackParams& p_;
   const Packed& x_;
-  const int64_t page_size_, stride_, sink_;
+  const int64_t page_size_, stride_, sink_, count_;
   const T* keys_;
   char* out_;
 };
@@ -184,10 +184,12 @@ class BlockPacker {
 void pack(const PackParams& p, int64_t row, int64_t kv_head, int64_t index) {
   const int64_t block = p.seq.block(row, index), before = index * p.packed.pages;
   if (block < 0) return;
-  const int64_t sink = p.sink_pages - before < p.packed.pages ? p.sink_pages - before : p.packed.pages;
+  const int64_t groups = (p.seq.length(row) / p.seq.page_size - before) / p.packed.group_pages;
+  const int64_t count = groups < p.packed.groups ? groups * p.packed.group_pages : p.packed.pages;
+  const int64_t sink = p.sink_pages - before;
   by_dtype(p.k_cache.dtype, [&](auto* type) {
     using T = typename Pointee<decltype(type)>::type;
-    BlockPacker<T>(p, block, kv_head, sink > 0 ? sink : 0).run();
+    BlockPacker<T>(p, block, kv_head, sink > 0 ? sink : 0, count).run();
   });
 }
 

@@ -1,5 +1,5 @@
-// score_packed: query x packed summaries. The groups of every full block by their codes, the best of them kept, and
-// the pages of those by theirs; the pages of the open block from K.
+// score_packed: query x packed summaries. Whole groups of pages by their codes, the best of them kept, and the pages of
+// those by theirs; the pages after the last whole group from K.
 #include "cpu/agree.h"
 #include "cpu/best.h"
 #include "cpu/codes.h"
@@ -50,7 +50,7 @@ static void heads_of(const Unit& u, const F& f) {
   for (int64_t h = 0; h < u.group; h += 4) f(h, static_cast<int>(u.group - h < 4 ? u.group - h : 4));
 }
 
-// The groups of blocks [begin, end) of a unit's row, all of them full.
+// The groups of blocks [begin, end) of a unit's row.
 void score_groups(const PackedScoreParams& p, int64_t unit, int64_t begin, int64_t end) {
   const Packed& x = p.packed;
   const Unit u(p, unit);
@@ -163,7 +163,7 @@ static void score_open_pages(T*, const PackedScoreParams& p, int64_t unit) {
   const Unit u(p, unit);
   const int64_t dim = p.k_cache.dim, wide = p.packed.dim;
   const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
-  const int64_t index = p.full_blocks(u.span), block = seq.block(u.b, index), open = index * p.packed.pages;
+  const int64_t open = p.coded_pages(u.span), index = open / p.packed.pages, block = seq.block(u.b, index);
   float* to =
       p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates + p.num_kept[unit] * p.packed.group_pages;
   const float* above = p.weights + (4 * u.token * p.num_heads + u.first_head) * wide;
@@ -198,7 +198,7 @@ static void score_open_pages(T*, const PackedScoreParams& p, int64_t unit) {
   }
 }
 
-// The pages of a unit's open block.
+// The pages of a unit that have no codes.
 void score_open(const PackedScoreParams& p, int64_t unit) {
   by_dtype(p.k_cache.dtype, [&](auto* type) { score_open_pages(type, p, unit); });
 }
@@ -207,7 +207,7 @@ void score_open(const PackedScoreParams& p, int64_t unit) {
 void agree_packed(const PackedScoreParams& p, int64_t unit) {
   const Unit u(p, unit);
   const int64_t size = p.packed.group_pages, in_groups = p.num_kept[unit] * size;
-  const int64_t open = p.full_blocks(u.span) * p.packed.pages, n = p.candidates(u.span, u.b, unit);
+  const int64_t open = p.coded_pages(u.span), n = p.candidates(u.span, u.b, unit);
   const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
   const int32_t* kept = p.kept + unit * p.max_kept;
   float* to = p.scores + unit * p.max_candidates;

@@ -5,7 +5,7 @@
 namespace quest::cpu::QUEST_ISA {
 
 // Where a unit's scores are: of every page, or of its candidates, which are pages of the groups it keeps and then those
-// of its open block.
+// after them.
 class Scored {
  public:
   Scored(const SelectParams& p, int64_t unit, const Span& span) : packed_(p.packed) {
@@ -17,7 +17,7 @@ class Scored {
     scores_ = p.scores + unit * packed_->max_candidates;
     kept_ = packed_->kept + of * packed_->max_kept;
     in_groups_ = packed_->num_kept[of] * packed_->packed.group_pages;
-    open_ = packed_->full_blocks(span) * packed_->packed.pages;
+    open_ = packed_->coded_pages(span);
     n_ = packed_->candidates(span, of / packed_->num_kv_heads / p.seq.q_len, of);
   }
   const float* at(int64_t place) const { return scores_ + place; }
