@@ -224,12 +224,12 @@ def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, 
     # An upper edge is one step above its cell's lower edge.
     base = torch.einsum("gd,bd->gb", q, codes["lo"]) + torch.einsum("gd,bd->gb", above, step)
     if packing.single and not level:
-        terms = [(q, "low")]
+        terms = [(above + below, "low")]
     else:
         terms = [(above, level + "high"), (below, level + "low")]
     products = torch.zeros(())
     for weight, name in terms:
-        weight = (weight[:, None] * step * inverse).ceil()  # [group, blocks, dim]
+        weight = (weight[:, None] * (step * inverse)).ceil()  # [group, blocks, dim]
         products = products + torch.einsum("gbd,bpd->gbp", weight.double(), codes[name].double())
     return (base[..., None] + products.float() * (scale * torch.tensor(1 / most))[..., None]).flatten(1)
 

@@ -78,44 +78,13 @@ struct BlockWeights {
   // `bounds` are the block's lo and step; `soon` is what is read next, asked for line by line.
   void make(const PackedScoreParams& p, int64_t token, int64_t first_head, int heads, const Level& level,
             const char* bounds, const char* soon) {
-    const int64_t dim = p.packed.dim, half = dim / 2;
-    const auto* lo = reinterpret_cast<const bf16*>(bounds);
-    const bf16* step = lo + dim;
-    Vec tops{};
-    for (int64_t d = 0; d < dim; d += W) {
-      if (d * 4 % 64 == 0) prefetch(soon + d * 4);
-      tops = max_known(tops, load(step + d));
-    }
-    const float top = largest(tops), most = static_cast<float>(p.max_weight);
-    for (int h = 0; h < heads; h++) {
-      const int64_t head = token * p.num_heads + first_head + h;
-      const float* above = p.weights + ((4 * token + 2 * level.coarse) * p.num_heads + first_head + h) * dim;
-      const float *below = above + p.num_heads * dim, scale = p.largest[head] * top;
-      const float inverse = scale > 1e-30f ? most / scale : 0.0f;
-      Vec sums{};
-      // An upper edge is one step above its cell's lower edge.
-      auto start = [&](int64_t d) {
-        const Vec a = load(above + d), q = a + load(below + d);
-        sums += q * load(lo + d) + a * load(step + d);
-        return q;
-      };
-      auto put = [&](int64_t d, IVec first, IVec second) {
-        const IVec pair = (first & 0xffff) | (IVec)((UVec)second << 16);
-        memcpy(pairs + h * dim + d, &pair, sizeof pair);
-      };
-      if (level.single) {
-        auto weight = [&](int64_t d) { return ceil_to_int(start(d) * load(step + d) * inverse); };
-        for (int64_t d = 0; d < half; d += W) put(d, weight(d), weight(d + half));
-      } else {
-        auto weight = [&](const float* of, int64_t d) { return ceil_to_int(load(of + d) * load(step + d) * inverse); };
-        for (int64_t d = 0; d < dim; d += W) {
-          start(d);
-          put(d, weight(above, d), weight(below, d));
-        }
-      }
-      base[h] = sum(sums);
-      unit[h] = scale * (1.0f / most);
-    }
+    by_heads(heads, [&](auto piece, int64_t) {
+      constexpr int H = decltype(piece)::value;
+      if (level.single)
+        make_for<H, true>(p, token, first_head, level, bounds, soon);
+      else
+        make_for<H, false>(p, token, first_head, level, bounds, soon);
+    });
   }
   // Weights in the order of vectors that hold several words of Lanes < W pages.
   template <int Lanes>
@@ -132,6 +101,56 @@ struct BlockWeights {
           memcpy(to, &lane, sizeof lane);
         }
     }
+  }
+
+ private:
+  template <int H, bool Single>
+  void make_for(const PackedScoreParams& p, int64_t token, int64_t first_head, const Level& level, const char* bounds,
+                const char* soon) {
+    const int64_t dim = p.packed.dim, half = dim / 2;
+    const auto* lo = reinterpret_cast<const bf16*>(bounds);
+    const bf16* step = lo + dim;
+    Vec tops{};
+    for (int64_t d = 0; d < dim; d += W) {
+      if (d * 4 % 64 == 0) prefetch(soon + d * 4);
+      tops = max_known(tops, load(step + d));
+    }
+    const float top = largest(tops), most = static_cast<float>(p.max_weight);
+    const float* above = p.weights + ((4 * token + 2 * level.coarse) * p.num_heads + first_head) * dim;
+    const float* below = above + p.num_heads * dim;
+    float inverse[H];
+    for (int h = 0; h < H; h++) {
+      const float scale = p.largest[token * p.num_heads + first_head + h] * top;
+      inverse[h] = scale > 1e-30f ? most / scale : 0.0f;
+      unit[h] = scale * (1.0f / most);
+    }
+    Vec sums[H] = {};
+    auto put = [&](int h, int64_t d, IVec first, IVec second) {
+      const IVec pair = (first & 0xffff) | (IVec)((UVec)second << 16);
+      memcpy(pairs + h * dim + d, &pair, sizeof pair);
+    };
+    for (int64_t d = 0; d < (Single ? half : dim); d += W) {
+      // An upper edge is one step above its cell's lower edge.
+      const Vec s = load(step + d), low = load(lo + d), high = low + s;
+      if constexpr (Single) {
+        const Vec t = load(step + d + half), low2 = load(lo + d + half), high2 = low2 + t;
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++) {
+          const float *a = above + h * dim + d, *b = below + h * dim + d;
+          const Vec a1 = load(a), b1 = load(b), a2 = load(a + half), b2 = load(b + half);
+          sums[h] += a1 * high + b1 * low + a2 * high2 + b2 * low2;
+          put(h, d, ceil_to_int((a1 + b1) * (s * inverse[h])), ceil_to_int((a2 + b2) * (t * inverse[h])));
+        }
+      } else {
+#pragma GCC unroll 4
+        for (int h = 0; h < H; h++) {
+          const Vec a = load(above + h * dim + d), b = load(below + h * dim + d), unit_steps = s * inverse[h];
+          sums[h] += a * high + b * low;
+          put(h, d, ceil_to_int(a * unit_steps), ceil_to_int(b * unit_steps));
+        }
+      }
+    }
+    for (int h = 0; h < H; h++) base[h] = sum(sums[h]);
   }
 };
 
