@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -217,12 +218,14 @@ class Stats:
         Tokens that see nothing take no part.
         """
         share = (lse - dense_lse).double().exp().clamp_max(1.0).flatten(0, -2)
-        known = dense_lse.flatten(0, -2) > -torch.inf
+        known = dense_lse.flatten(0, -2) > -math.inf
+        if not known.any():
+            return
         new = _MassSum(
             1,
             known.sum(0).tolist(),
             torch.where(known, share, 0.0).sum(0).tolist(),
-            torch.where(known, share, torch.inf).amin(0).tolist(),
+            torch.where(known, share, math.inf).amin(0).tolist(),
         )
         old = self._masses.get(layer)
         self._masses[layer] = new if old is None else old + new
@@ -277,11 +280,9 @@ class _MassSum:
             self.steps + other.steps,
             [a + b for a, b in zip_longest(self.tokens, other.tokens, fillvalue=0)],
             [a + b for a, b in zip_longest(self.kept, other.kept, fillvalue=0.0)],
-            [min(pair) for pair in zip_longest(self.least, other.least, fillvalue=torch.inf)],
+            [min(pair) for pair in zip_longest(self.least, other.least, fillvalue=math.inf)],
         )
 
-    def mass(self) -> Mass | None:
-        """None if no token saw anything."""
-        if not all(self.tokens):
-            return None
-        return Mass(self.steps, tuple(k / n for k, n in zip(self.kept, self.tokens)), tuple(self.least))
+    def mass(self) -> Mass:
+        mean = (kept / tokens if tokens else math.nan for kept, tokens in zip(self.kept, self.tokens, strict=True))
+        return Mass(self.steps, tuple(mean), tuple(self.least))
