@@ -1,6 +1,6 @@
 """How many bytes of the KV cache a decode step reads, counted from what the kernels touch.
 
-Summaries count: of every page that is scored; of packed ones the cells of every block, the codes of both levels, and the
+Summaries count: of every page that is scored; of packed ones the cells of every block, codes of both levels, and the
 keys of the open block, which are scored as they are. So do whole pages, whatever part of a budget they use up. What a
 step writes (one row of K and V, the summary of one page) and the query are left out: they don't grow with the context.
 """
