@@ -19,8 +19,8 @@ except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "PagedKVCache",
     "Packing",
+    "PagedKVCache",
     "QuestConfig",
     "append",
     "attend",

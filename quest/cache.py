@@ -15,6 +15,7 @@ from quest.config import QuestConfig
 from quest.decode import decode, decode_packed, op_settings
 from quest.packing import MAX_KEY
 from quest.pools import Pools
+from quest.stats import Call, Stats
 
 
 class Step(NamedTuple):
@@ -24,6 +25,7 @@ class Step(NamedTuple):
     seq_lens: Tensor  # [batch] int32, lengths after the step
     block_table: Tensor  # [batch, max_blocks] int32, -1 where a row has no block
     num_new: Tensor  # [batch] int32, tokens that each row gains
+    lengths: list[int]  # the numbers of seq_lens
     version: int
 
 
@@ -49,6 +51,7 @@ class PagedKVCache:
             `config.summary_bits` one list instead: packed, uint8 [num_blocks, num_kv_heads, num_bytes].
         block_table: [batch, max_blocks] int32, -1 where a row has no block.
         seq_lens: [batch] int32; `lengths` holds the same numbers as a list.
+        stats: what `decode` and `attend` have read so far (`quest.stats`).
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class PagedKVCache:
         self._table = BlockTable(batch_size, self.config.block_size, self._blocks, self.device)
         self._op = "decode" if self._pools.packing is None else "decode_packed"
         self._counts: tuple[list[int], Tensor] = [], self._int32([])  # what the last step added, to use it again
-        self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {}  # see `decode`
+        self.stats = Stats(self.config)
+        self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
         self._version = 0
         self.block_table = self._table.tensor
         self._refresh()
@@ -128,7 +132,7 @@ class PagedKVCache:
         seq_lens = self.seq_lens if start is None else self._int32(ends)
         if counts != self._counts[0]:
             self._counts = counts, self._int32(counts)
-        return Step(table.slots(begin, counts, real), seq_lens, self.block_table, self._counts[1], self._version)
+        return Step(table.slots(begin, counts, real), seq_lens, self.block_table, self._counts[1], ends, self._version)
 
     def append(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         """Store a layer's new keys and values [batch, q_len, num_kv_heads, head_dim] and summarise their pages."""
@@ -159,19 +163,37 @@ class PagedKVCache:
         what precedes it; the tokens of a row that has fewer must be the last ones.
         """
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
-        like = layer, query.shape[1], softmax_scale, softcap, window
+        like = layer, query.shape, softmax_scale, softcap, window
         usual = sinks is None and backend == "auto"
+        done = None
         try:
-            pools, settings = self._quick[like]
+            pools, settings, call = self._quick[like]
             if usual and step.version == self._version and not torch.is_grad_enabled():
                 tail = step.block_table, step.seq_lens, step.slot_mapping
-                return getattr(torch.ops.quest, self._op).default(query, key, value, *pools, *tail, *settings)
+                done = getattr(torch.ops.quest, self._op).default(query, key, value, *pools, *tail, *settings)
         except Exception:
             pass
+        if done is None:
+            done, call = self._decode(like, query, key, value, step, sinks, backend)
+        if self.stats.record(call, step.lengths):
+            self._measure(like, query, step, sinks, done[1])
+        return done
 
+    def _decode(
+        self,
+        like: tuple[Any, ...],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        step: Step,
+        sinks: Tensor | None,
+        backend: str,
+    ) -> tuple[tuple[Tensor, Tensor], Call]:
+        """`decode` with every check, which leaves in `_quick` what a step like this one can do without."""
+        layer, _, softmax_scale, softcap, window = like
         self._check_step("decode", layer, key, value, step)
         pools = self._pools.layer(layer, key, value, self.num_blocks)
-        out, lse = (decode if self._pools.packing is None else decode_packed)(
+        done = (decode if self._pools.packing is None else decode_packed)(
             query,
             key,
             value,
@@ -188,11 +210,20 @@ class PagedKVCache:
             check=False,
             backend=backend,
         )
-        if usual and self.device.type == "cpu" and query.dim() == 4:
+        call = Call.of(layer, query, pools[0], pools[1], window)
+        if sinks is None and backend == "auto" and self.device.type == "cpu" and query.dim() == 4:
             options = softmax_scale, softcap, None, window
             settings = op_settings(query, step.block_table, self.config, layer, *options, check=False)
-            self._quick[like] = pools, settings
-        return out, lse
+            self._quick[like] = pools, settings, call
+        return done, call
+
+    def _measure(self, like: tuple[Any, ...], query: Tensor, step: Step, sinks: Tensor | None, lse: Tensor) -> None:
+        """Tell `stats` how much of dense attention's mass a decode step has read, whose lse is given."""
+        layer, _, softmax_scale, softcap, window = like
+        k_cache, v_cache, *_ = self._stored("decode", layer)
+        options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
+        _, dense = ops.attend(query, k_cache, v_cache, step.block_table, step.seq_lens, **options, check=False)
+        self.stats.record_mass(layer, lse, dense)
 
     def attend(
         self,
@@ -209,7 +240,8 @@ class PagedKVCache:
         place = (*query.shape[:2], k_cache.shape[1])
         key, value = (pool.new_empty(*place, pool.shape[3]) for pool in (k_cache, v_cache))
         nothing = torch.full(query.shape[:2], -1, dtype=torch.int64, device=self.device)
-        step = Step(nothing, self.seq_lens, self.block_table, torch.zeros_like(self.seq_lens), self._version)
+        none = torch.zeros_like(self.seq_lens)
+        step = Step(nothing, self.seq_lens, self.block_table, none, self.lengths, self._version)
         options = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks, "window": window}
         return self.decode(layer, query, key, value, step, **options)  # type: ignore[arg-type]
 
@@ -223,8 +255,8 @@ class PagedKVCache:
             raise ValueError(f"crop: lengths must be one per row ({self.batch_size}), got {len(ends)}")
         for row, end in enumerate(ends):
             _check_int("crop", f"lengths[{row}]", end, 0, self.lengths[row])
-        # A page that loses some of its tokens is summarised again, so its block is written. Of packed summaries the block
-        # is packed again.
+        # A page that loses some of its tokens is summarised again, so its block is written. With packed summaries the
+        # whole block is.
         packing = self._pools.packing
         unit = self.config.page_size if packing is None else packing.block_size
         redo = [end % unit * (end < old) for end, old in zip(ends, self.lengths, strict=True)]
@@ -260,7 +292,7 @@ class PagedKVCache:
         """Empty one row: its blocks go back to the pool, and its place in the batch stays."""
         _check_int("free", "row", row, 0, self.batch_size - 1)
         self._table.drop(row, 0)
-        self.lengths[row] = 0
+        self.lengths = [0 if i == row else length for i, length in enumerate(self.lengths)]
         self._refresh()
 
     def reset(self) -> None:

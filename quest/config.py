@@ -63,10 +63,10 @@ class QuestConfig:
         group_rule: how the query heads that share a KV head agree on pages. "softmax": mean over the heads of the
             softmax of their page scores; "relative": maximum over the heads of the score minus the head's best;
             "per_head": no agreement, each query head reads its own pages (the paper's; reads up to group times more).
-        summary_bits: 8, 4 or 2 keeps the pages of a full block as codes of so many bits, never narrower than they are:
+        summary_bits: 8, 4 or 2 keeps the pages of a block as codes of so many bits, never narrower than they are:
             see `quest.packing`. Keys must then be finite. None keeps a page's minimum and maximum in K's dtype.
-        coarse_size: with `summary_bits`, tokens of a coarse page, 4 to 64 pages; None = one level only. Coarse pages are
-            scored first, and only the pages of the best of them are scored themselves.
+        coarse_size: with `summary_bits`, tokens of a coarse page, 4 to 64 pages; None = one level only. Coarse pages
+            are scored first, and only the pages of the best of them are scored themselves.
         coarse_keep: fraction of the coarse pages whose pages are scored.
         coarse_limit: tokens that they hold at most, whatever the fraction; twice the budget is kept in any case.
         coarse_slack: `slack` of the coarse pages' scores.
@@ -160,7 +160,8 @@ class QuestConfig:
     def _check_summaries(self) -> None:
         if self.summary_bits is not None and self.summary_bits not in SUMMARY_BITS:
             raise ValueError(
-                f"QuestConfig: summary_bits must be None, {', '.join(map(str, SUMMARY_BITS))}, got {self.summary_bits!r}"
+                f"QuestConfig: summary_bits must be None, {', '.join(map(str, SUMMARY_BITS))}, "
+                f"got {self.summary_bits!r}"
             )
         if self.coarse_size is None:
             return

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quest import backends, ops, ops_packed, reference, reference_packed
 from quest.checks import FLOATS, MAX_NUMBER, Args, check_values
-from quest.config import LayerConfig, QuestConfig, forced_pages, max_selected
-from quest.packing import Packing, packing_of
+from quest.config import QuestConfig, forced_pages, max_selected
+from quest.packing import packing_of
 
 _IS_CPU, _REQUIRES_GRAD = attrgetter("is_cpu"), attrgetter("requires_grad")
 

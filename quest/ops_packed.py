@@ -74,8 +74,8 @@ def score_packed(
 
     With coarse pages every one of them is scored first; the heads agree by `group_rule` ("relative" where that is
     "per_head"), and the pages of the best `coarse_keep` of them are scored: of so many as hold `coarse_limit` tokens at
-    most, but twice the budget at least. The query's weights are rounded up to 16-bit integers, so that a slack-1 score is never below a `q.k` of its
-    page.
+    most, but twice the budget at least. The query's weights are rounded up to 16-bit integers, so that a slack-1 score
+    is never below a `q.k` of its page.
 
     Args:
         budget, recent_tokens: what `select` will be told.

@@ -5,18 +5,19 @@
     coarse codes  uint32 [coarse pages / lanes, words, lanes]             (not without coarse pages)
     fine codes    uint32 [groups, pages of a group / lanes, words, lanes]   (a group: the pages of a coarse page)
 
-A page's codes are, per channel, the cell of its minimum and that of its maximum; its range is taken to run from the one's
-lower to the other's upper edge, so it is never narrower than the true one. A page of one token has one code per channel.
-A coarse page's codes are the smallest and the largest of its pages'. Pages of the sink are left out of the cells, which
-the first token's key would spoil for its neighbours: they have no codes and no score, because they are always read.
+A page's codes are, per channel, the cell of its minimum and that of its maximum; its range is taken to run from the
+one's lower to the other's upper edge, so it is never narrower than the true one. A page of one token has one code per
+channel. A coarse page's codes are the smallest and the largest of its pages'. Pages of the sink are left out of the
+cells, which the first token's key would spoil for its neighbours: they have no codes and no score, because they are
+always read.
 
 Only whole groups have codes. Each time one is complete its block is packed anew, so that cells always are those of all
 keys that have codes: what a block says depends on its keys alone, not on how they came.
 
 A word holds minimum and maximum of `16 / bits` channels of one page: bits 0..15 the codes of the maximum, bits 16..31
-those of the minimum, place j of word w being channel `j * words + w`. Of a page of one token bits 16..31 hold channels of
-the second half of `dim` instead. Words of `lanes` pages lie side by side, so that a vector of words serves as many pages,
-and the pages of a coarse page are one run of bytes. `dim` is head_dim rounded up to 32.
+those of the minimum, place j of word w being channel `j * words + w`. Of a page of one token bits 16..31 hold channels
+of the second half of `dim` instead. Words of `lanes` pages lie side by side, so that a vector of words serves as many
+pages, and the pages of a coarse page are one run of bytes. `dim` is head_dim rounded up to 32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packed summaries in plain PyTorch: the specification of `pack` and `score_packed`, as `quest.reference` is of the rest."""
+"""Packed summaries in plain PyTorch: the specification of `pack` and `score_packed`; `quest.reference` has the rest."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from quest.cache import PagedKVCache
 from quest.config import QuestConfig
 from quest.integrations.transformers_layer import QuestLayer
 from quest.integrations.transformers_store import Store
+from quest.stats import Stats
 
 
 class QuestCache(Cache):
@@ -53,6 +54,11 @@ class QuestCache(Cache):
     def paged(self) -> PagedKVCache | None:
         """The pages, None before the first tokens."""
         return self.store.paged
+
+    @property
+    def stats(self) -> Stats:
+        """What decode steps of the paged layers have read, `reset` of the cache or not: `stats.reset()` starts anew."""
+        return self.store.stats
 
     @property
     def paged_layers(self) -> list[QuestLayer]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quest.cache import PagedKVCache, Step
 from quest.config import QuestConfig
+from quest.stats import Stats
 
 
 class Store:
@@ -18,6 +19,7 @@ class Store:
 
     Attributes:
         paged: the tokens; None before the first ones. Padding is never stored.
+        stats: those of `paged`, and of its predecessors if the store was cleared.
         columns: columns handed out, padding included.
         epoch: counts the changes that reorder or remove columns.
     """
@@ -25,6 +27,7 @@ class Store:
     def __init__(self, num_layers: int, config: QuestConfig) -> None:
         self.num_layers = num_layers
         self.config = config
+        self.stats = Stats(config)
         self.epoch = 0
         self.clear()
 
@@ -66,6 +69,7 @@ class Store:
             return self._step
         if self.paged is None:
             self.paged = PagedKVCache(self.num_layers, batch, config=self.config, device=key.device)
+            self.paged.stats = self.stats
         if start == self.columns:
             step = self.paged.extend(count if real is None else real)
             self._record(batch, count, real)
