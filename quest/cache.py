@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -193,7 +193,8 @@ class PagedKVCache:
         layer, _, softmax_scale, softcap, window = like
         self._check_step("decode", layer, key, value, step)
         pools = self._pools.layer(layer, key, value, self.num_blocks)
-        done = (decode if self._pools.packing is None else decode_packed)(
+        whole: Callable[..., tuple[Tensor, Tensor]] = decode if self._pools.packing is None else decode_packed
+        done = whole(
             query,
             key,
             value,

@@ -6,6 +6,8 @@
     select     forced pages and the best others under the budget
     attend     exact attention over those pages only
 
+A cache with packed summaries (`quest.packing`) has `pack` and `score_packed` in place of `summarise` and `score`.
+
 On the CPU the five are one op, `torch.ops.quest.decode`: one dispatch per layer and step, no result in between but the
 scores. `backend="verbs"` calls them one by one, and `backend="reference"` the plain PyTorch of `quest.reference`.
 """
@@ -190,13 +192,15 @@ def _check(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, opt
     if len(summaries) == 1:
         if packing is None:
             args.fail("config", "must have summary_bits where summaries are packed", "summary_bits None")
-        ops_packed._packed_arg(args, summaries[0], packing)
+        else:
+            ops_packed._packed_arg(args, summaries[0], packing)
     else:
         if packing is not None:
             args.fail(
                 "config", "must have summary_bits None where summaries are page_min and page_max", config.summary_bits
             )
-        ops._summary_args(args, *summaries, k_cache)
+        page_min, page_max = summaries
+        ops._summary_args(args, page_min, page_max, k_cache)
     ops._sequence_args(args, block_table, seq_lens)
     args.positive("softmax_scale", options.softmax_scale)
     args.positive("softcap", options.softcap)
@@ -217,11 +221,14 @@ def _verbs(
     q_len = query.shape[1]
     stores = slot_mapping.reshape(len(seq_lens), q_len) >= 0
     num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
-    rows = k_cache, *summaries, block_table, seq_lens
+    rows = block_table, seq_lens
     if packing is None:
-        ops.summarise(*rows, num_new, check=check)
+        page_min, page_max = summaries
+        ops.summarise(k_cache, page_min, page_max, *rows, num_new, check=check)
     else:
-        ops_packed.pack(*rows, num_new, packing=packing, sink_tokens=layer.sink_tokens, check=check)
+        (packed,) = summaries
+        sink_tokens = layer.sink_tokens
+        ops_packed.pack(k_cache, packed, *rows, num_new, packing=packing, sink_tokens=sink_tokens, check=check)
 
     softmax_scale, softcap, sinks, window = options
     seen: dict[str, Any] = dict(window=window, check=check)
@@ -231,11 +238,11 @@ def _verbs(
         forced: dict[str, Any] = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
         forced["budget"] = layer.budget
         if packing is None:
-            scores = ops.score(query, *rows[1:], page_size=page_size, **agree, **seen)
+            scores = ops.score(query, page_min, page_max, *rows, page_size=page_size, **agree, **seen)
         else:
             agree |= dict(packing=packing, coarse_keep=layer.coarse_keep, coarse_limit=layer.coarse_limit)
             agree["coarse_slack"] = layer.coarse_slack
-            scores = ops_packed.score_packed(query, *rows, **agree, **forced, **seen)
+            scores = ops_packed.score_packed(query, k_cache, packed, *rows, **agree, **forced, **seen)
 
         page_idx, _ = ops.select(scores, seq_lens, page_size=page_size, **forced, **seen)
 

@@ -68,7 +68,8 @@ def _pack_block(low: Tensor, high: Tensor, sink: int, count: int, packing: Packi
         known = counted.unflatten(0, groups).any(1)
         coarse_lower = torch.where(known, (lower + hidden).unflatten(1, groups).amin(2), 0)
         parts.append(_words(upper.unflatten(1, groups).amax(2), coarse_lower, packing.coarse_lanes, packing))
-    parts.append(_words(*(upper.chunk(2, 2) if packing.single else (upper, lower)), packing.lanes, packing))
+    first, second = upper.chunk(2, 2) if packing.single else (upper, lower)
+    parts.append(_words(first, second, packing.lanes, packing))
     return torch.cat(parts, 1)
 
 
