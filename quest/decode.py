@@ -221,14 +221,15 @@ def _verbs(
     q_len = query.shape[1]
     stores = slot_mapping.reshape(len(seq_lens), q_len) >= 0
     num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
-    rows = block_table, seq_lens
     if packing is None:
         page_min, page_max = summaries
-        ops.summarise(k_cache, page_min, page_max, *rows, num_new, check=check)
+        ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
     else:
         (packed,) = summaries
         sink_tokens = layer.sink_tokens
-        ops_packed.pack(k_cache, packed, *rows, num_new, packing=packing, sink_tokens=sink_tokens, check=check)
+        ops_packed.pack(
+            k_cache, packed, block_table, seq_lens, num_new, packing=packing, sink_tokens=sink_tokens, check=check
+        )
 
     softmax_scale, softcap, sinks, window = options
     seen: dict[str, Any] = dict(window=window, check=check)
@@ -238,11 +239,11 @@ def _verbs(
         forced: dict[str, Any] = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
         forced["budget"] = layer.budget
         if packing is None:
-            scores = ops.score(query, page_min, page_max, *rows, page_size=page_size, **agree, **seen)
+            scores = ops.score(query, page_min, page_max, block_table, seq_lens, page_size=page_size, **agree, **seen)
         else:
             agree |= dict(packing=packing, coarse_keep=layer.coarse_keep, coarse_limit=layer.coarse_limit)
             agree["coarse_slack"] = layer.coarse_slack
-            scores = ops_packed.score_packed(query, k_cache, packed, *rows, **agree, **forced, **seen)
+            scores = ops_packed.score_packed(query, k_cache, packed, block_table, seq_lens, **agree, **forced, **seen)
 
         page_idx, _ = ops.select(scores, seq_lens, page_size=page_size, **forced, **seen)
 
