@@ -357,7 +357,7 @@ def test_bad_arguments_are_named():
     refused("packed must have dtype uint8, got int8", TypeError, packed=packed.view(torch.int8))
     refused("packed must have 1536 bytes", packed=packed[..., :-4])
     refused("packed must be .*num_kv_heads", packed=packed[:, :1])
-    refused("config must have summary_bits", config=QuestConfig())
+    refused("config must have summary_bits", config=QuestConfig(page_size=16))
     refused("packing must have k_cache's block_size, 64, got 128", config=config_of(packing, block_size=128))
     refused("packed must have 2816 bytes", config=config_of(packing, summary_bits=8))
     for wrong in (dict(coarse_keep=0), dict(coarse_keep=2.0)):
@@ -376,7 +376,8 @@ def test_bad_arguments_are_named():
     ("settings", "message"),
     [
         (dict(summary_bits=3), "summary_bits must be None, 8, 4, 2, got 3"),
-        (dict(coarse_size=64), "coarse_size needs summary_bits"),
+        (dict(page_size=16, coarse_size=64), "coarse_size needs summary_bits"),
+        (dict(coarse_size=8), r"coarse_size must be a power of two of pages \(16, 32, 64 tokens\), got 8"),
         (dict(summary_bits=4, page_size=4, coarse_size=24), "coarse_size must be a power of two of pages"),
         (dict(summary_bits=4, page_size=4, coarse_size=16, block_size=96), r"multiple of 4 coarse pages \(64\)"),
         (dict(summary_bits=4, page_size=4, block_size=24), r"multiple of 4 pages \(16\)"),
