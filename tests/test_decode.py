@@ -259,7 +259,9 @@ def test_work_on_any_number_of_threads(isa, threads, case, dtype):
         check_state(state, case)
 
 
-@pytest.mark.parametrize(("settings", "heads", "length"), [("page_size=16, budget=2048", 8, 32768), ("budget=512", 4, 131072)])
+@pytest.mark.parametrize(
+    ("settings", "heads", "length"), [("page_size=16, budget=2048", 8, 32768), ("budget=512", 4, 131072)]
+)
 def test_memory_of_a_step(threads, settings, heads, length):
     """A step needs its outputs and the scores: below one percent of the cache."""
     code = f"""

@@ -94,7 +94,7 @@ def test_c42_packed_block_65536(isa):
         decoded = quest.decode_packed(query, key[-1:], value[-1:], *pools, table, lens, slots[-1:], config=config)
         results.append([scores, *decoded, *(pool[-blocks:].clone() for pool in pools)])
     assert all(map(torch.equal, *results))
-    assert results[0][0].isfinite().sum() < 300  # of some coarse pages only
+    assert results[0][0].isfinite().sum() < 2 * 160  # pages of 6 coarse ones and the open block, of each head
     assert results[0][1].any()
     assert large[2][LAST].any()
     assert not any(pool[0].any() for pool in large)
