@@ -1,4 +1,4 @@
-"""One decode step of one layer: `quest.decode` against PyTorch's attention and two limits of the machine.
+"""One decode step of one layer, packed summaries or not, against PyTorch's attention and two limits of the machine.
 
 Every repetition works on memory that no cache holds: K, V and summaries of several layers take turns, as in a model.
 A round runs all layers of a method one after the other, as a model does for one token, and the methods take turns, so
@@ -19,11 +19,9 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import quest
-from quest import QuestConfig
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
 from quest.bench.peers import vllm_attention
-from quest.bench.shapes import Paged, Plain, Shape, paged_layers, plain_layers
+from quest.bench.shapes import Plain, Shape, decode, paged_layers, plain_layers
 
 __all__ = ["SWEEPS", "run", "show", "sweep"]
 
@@ -34,12 +32,17 @@ SWEEPS = ("contexts", "budgets", "batches", "groups", "dtypes")
 
 
 def sweep(names: Sequence[str]) -> list[Shape]:
-    """The shapes of a full run: contexts from 4K to 1M, budgets, ragged batches, group sizes, dtypes."""
+    """The shapes of a full run: contexts from 4K to 1M, budgets, ragged batches, group sizes, dtypes.
+
+    Pages of 16 tokens; each context with packed summaries too, right after, so that all presets meet the same machine.
+    """
     usual: dict[str, Any] = dict(
-        context=32768, batch=1, budget=2048, dtype="bfloat16", num_heads=32, num_kv_heads=8, head_dim=128
-    )
+        context=32768, batch=1, budget=2048, dtype="bfloat16", num_heads=32, num_kv_heads=8, head_dim=128,
+        preset="pages16",
+    )  # fmt: skip
+    packed: list[dict[str, Any]] = [dict(preset=preset, budget=512) for preset in ("default", "long", "page4")]
     varied: dict[str, list[dict[str, Any]]] = {
-        "contexts": [dict(context=1 << power) for power in range(12, 21)],
+        "contexts": [dict(context=1 << power) | preset for power in range(12, 21) for preset in ({}, *packed)],
         "budgets": [dict(budget=budget) for budget in (256, 512, 1024, 2048, 4096)],
         "batches": [dict(batch=batch, ragged=batch > 1) for batch in (1, 8, 32)],
         "groups": [dict(num_heads=8 * group) for group in (1, 3, 4, 7, 8)],
@@ -58,7 +61,8 @@ def run(
         dense: measure quest's own dense step too.
 
     Returns:
-        One dict per shape: the shape's fields; `bytes`, `fmas` (counted); `ms` (median; `ms_min`, `ms_max`);
+        One dict per shape: the shape's fields; `bytes`, of them `summary_bytes` and `kv_bytes`, and `fmas` (counted);
+        `ms` (median; `ms_min`, `ms_max`);
         `gb_per_s`; `read_gb_per_s` and `peak_gfma_per_s` (the limits); `limit_fraction` (time to read that many bytes,
         over `ms`), `fma_fraction` (time of that many multiply-adds, over `ms`); `sdpa_best_ms`, `sdpa_default_ms` and
         `dense_ms` (quest's own) with the speed-ups over them, `dense_limit_fraction` (of the tighter limit), and
@@ -68,7 +72,9 @@ def run(
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("", total=len(shapes) * rounds)
         for number, shape in enumerate(shapes):
-            progress.update(bar, description=f"{shape.context:,} tokens, budget {shape.budget:,}, {shape.dtype}")
+            progress.update(
+                bar, description=f"{shape.context:,} tokens, {shape.preset}, budget {shape.budget:,}, {shape.dtype}"
+            )
             rows.append(measure(shape, rounds, dense, lambda: progress.advance(bar)))
             progress.update(bar, completed=(number + 1) * rounds)
     return rows
@@ -77,7 +83,7 @@ def run(
 def measure(
     shape: Shape, rounds: int, dense: bool = True, advance: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    config, all_tokens = QuestConfig(budget=shape.budget), QuestConfig(budget=shape.context)
+    config, all_tokens = shape.config, shape.dense_config
     read, read_dense = shape.bytes(config), shape.bytes(all_tokens)
     paged = paged_layers(shape, config, copies(read.total))
     plain = plain_layers(shape, copies(read_dense.total))
@@ -88,13 +94,13 @@ def measure(
     reader, reader_dense, peak = Reader(read.total, memory), Reader(read_dense.total, memory), fma_peak()
 
     methods: dict[str, tuple[int, int, Callable[[], Any]]] = {  # calls a round, every how many rounds, one call
-        "quest": (len(paged), 1, lambda: step(query, new, next(paged_turn), config)),
+        "quest": (len(paged), 1, lambda: decode(query, new, next(paged_turn), config)),
         "read": (len(paged), 1, reader),
         "sdpa_best": (len(plain), 1, lambda: sdpa_best(query, next(plain_turn))),
         "sdpa_default": (1, DEFAULT_EVERY, lambda: sdpa_default(query, next(plain_turn))),
     }
     if dense:
-        methods["dense"] = (1, 1, lambda: step(query, new, next(paged_turn), all_tokens))
+        methods["dense"] = (1, 1, lambda: decode(query, new, next(paged_turn), all_tokens))
         methods["read_dense"] = (1, 1, reader_dense)
     if dense and (vllm := vllm_attention(shape, paged[0])) is not None:
         methods["vllm_dense"] = (1, 1, lambda: vllm(query))
@@ -110,10 +116,12 @@ def measure(
             break
 
     ms = {name: median_ms(times) for name, times in seconds.items()}
-    ours, fmas = ms["quest"], shape.fmas(read.total)
+    ours, fmas = ms["quest"], shape.fmas(read, config)
     row: dict[str, Any] = {
         **vars(shape),
         "bytes": read.total,
+        "summary_bytes": read.summaries,
+        "kv_bytes": read.kv,
         "fmas": fmas,
         "ms": ours,
         "ms_min": min(seconds["quest"]) * 1e3,
@@ -129,7 +137,7 @@ def measure(
         "speedup_sdpa_default": ms["sdpa_default"] / ours,
     }
     if dense:
-        tighter = max(ms["read_dense"], shape.fmas(read_dense.total) / peak * 1e3)
+        tighter = max(ms["read_dense"], shape.fmas(read_dense, all_tokens) / peak * 1e3)
         row |= {
             "dense_ms": ms["dense"],
             "speedup_dense": ms["dense"] / ours,
@@ -139,10 +147,6 @@ def measure(
     if "vllm_dense" in ms:
         row["vllm_dense_ms"] = ms["vllm_dense"]
     return row
-
-
-def step(query: Tensor, new: Tensor, layer: Paged, config: QuestConfig) -> Tensor:
-    return quest.decode(query, *new, *layer, config=config, check=False)[0]
 
 
 def sdpa_best(query: Tensor, layer: Plain) -> Tensor:
@@ -178,7 +182,18 @@ def tables(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str,
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for title, group in tables(rows):
         table = Table(title=f"One decode step, one layer: {title}")
-        names = ["context", "budget", "MB", "ms", "GB/s", "of read limit", "of FMA peak", "SDPA best", "SDPA default"]
+        names = [
+            "context",
+            "preset",
+            "budget",
+            "MB",
+            "ms",
+            "GB/s",
+            "of read limit",
+            "of FMA peak",
+            "SDPA best",
+            "SDPA default",
+        ]
         with_dense = "dense_ms" in group[0]
         with_vllm = all("vllm_dense_ms" in row for row in group)
         names += ["own dense"] * with_dense + ["vLLM dense"] * with_vllm
@@ -187,6 +202,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
         for row in group:
             cells = [
                 f"{row['context']:,}",
+                row["preset"],
                 "dense" if row["budget"] >= row["context"] else f"{row['budget']:,}",
                 f"{row['bytes'] / 1e6:.1f}",
                 f"{row['ms']:.2f} ({row['ms_min']:.2f}-{row['ms_max']:.2f})",
@@ -205,7 +221,8 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(
         "ms: median (least-most). MB: K, V and summaries read, counted. Read limit: the time that reading as many "
         "bytes of cold memory takes in the same run; FMA peak: fp32 multiply-adds as torch's matrix product reaches "
-        "them. SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
+        "them, each code of a packed summary counted as one. Rows with packed summaries end half a block before the "
+        "context. SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
         "Own dense: this op with a budget of the whole context.",
         highlight=False,
     )

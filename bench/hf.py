@@ -20,7 +20,7 @@ from rich.table import Table
 
 from quest.bench.machine import median_ms
 from quest.bench.peers import LlamaCpp
-from quest.config import QuestConfig
+from quest.bench.shapes import PRESETS
 from quest.measure import Decoder, context_limit, follow, prefill
 from quest.models import DTYPES
 from quest.passkey import document, encode
@@ -39,6 +39,7 @@ def run(
     dtypes: Sequence[str],
     *,
     budget: int = 512,
+    preset: str = "default",
     tokens: int = 32,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def run(
 
     Returns:
         Two dicts per dtype and context, `cache` "dynamic" and "quest": `model`, `dtype`, `context` (at the first
-        step), `budget`, `ms_per_token` (median; `ms_min`, `ms_max`), and for "quest" `path_us`, `op_us`: see
+        step), `budget`, `preset`, `ms_per_token` (median; `ms_min`, `ms_max`), and for "quest" `path_us`, `op_us`: see
         `attention_us`.
 
     Raises:
@@ -69,7 +70,7 @@ def run(
             for context in contexts:
                 progress.update(task, description=f"{dtype}, {context:,} tokens")
                 start = _start(source, longest - context, dtype)
-                pair = [Decoder(model, start, None), Decoder(model, start, QuestConfig(budget=budget))]
+                pair = [Decoder(model, start, None), Decoder(model, start, PRESETS[preset].replace(budget=budget))]
                 follow(pair, text[context : context + steps])
                 for cache, decoder in zip(("dynamic", "quest"), pair, strict=True):
                     seconds = decoder.seconds[WARM_UP:]
@@ -80,6 +81,7 @@ def run(
                             "context": context,
                             "cache": cache,
                             "budget": None if cache == "dynamic" else budget,
+                            "preset": None if cache == "dynamic" else preset,
                             "ms_per_token": median_ms(seconds),
                             "ms_min": min(seconds) * 1e3,
                             "ms_max": max(seconds) * 1e3,
@@ -111,10 +113,11 @@ def attention_us(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, float]
 
         return call
 
-    op, update, attend = torch.ops.quest.decode, QuestLayer.update, integration.quest_attention_forward
+    name = "decode" if decoder.cache.config.summary_bits is None else "decode_packed"
+    op, update, attend = getattr(torch.ops.quest, name), QuestLayer.update, integration.quest_attention_forward
     layers, steps = len(decoder.cache.paged_layers), []
     try:
-        torch.ops.quest.decode = SimpleNamespace(default=timed("op", op.default))
+        setattr(torch.ops.quest, name, SimpleNamespace(default=timed("op", op.default)))
         QuestLayer.update = timed("path", update)  # type: ignore[method-assign]
         AttentionInterface.register(integration.NAME, timed("path", attend))
         for token in tokens:
@@ -122,7 +125,7 @@ def attention_us(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, float]
             decoder.step(token)
             steps.append((spent["path"] / layers * 1e6, spent["op"] / layers * 1e6))
     finally:
-        torch.ops.quest.decode = op
+        setattr(torch.ops.quest, name, op)
         QuestLayer.update = update  # type: ignore[method-assign]
         AttentionInterface.register(integration.NAME, attend)
     path, alone = (statistics.median(times) for times in zip(*steps, strict=True))
@@ -162,6 +165,7 @@ def show(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]], consol
     for name in (
         "dtype",
         "context",
+        "preset",
         "budget",
         "DynamicCache, sdpa",
         "QuestCache",
@@ -174,6 +178,7 @@ def show(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]], consol
         table.add_row(
             quest["dtype"],
             f"{quest['context']:,}",
+            quest["preset"],
             f"{quest['budget']:,}" + (" (dense)" if quest["budget"] >= quest["context"] else ""),
             f"{dynamic['ms_per_token']:.1f}",
             f"{quest['ms_per_token']:.1f}",

@@ -12,7 +12,7 @@ __all__ = ["draw"]
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """The rows that differ in context alone, those of the most common shape, as a picture.
+    """The rows of the most common shape as a picture: time against context, a line per preset and budget.
 
     Raises:
         ValueError: no two rows differ in context alone.
@@ -22,37 +22,40 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        kinds.setdefault((titles(row), row["budget"]), []).append(row)
-    (title, budget), found = max(kinds.items(), key=lambda kind: len(kind[1]))
-    if len(found) < 2:
+    shapes: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in sorted(rows, key=lambda row: row["context"]):
+        ways = shapes.setdefault(titles(row), {})
+        ways.setdefault(f"{row['preset']}, budget {row['budget']:,}", []).append(row)
+    shapes = {title: {way: kind for way, kind in ways.items() if len(kind) > 1} for title, ways in shapes.items()}
+    title, ways = max(shapes.items(), key=lambda shape: sum(map(len, shape[1].values())))
+    if not ways:
         raise ValueError("--plot needs rows of at least two contexts, and the same shape otherwise")
-    found = sorted(found, key=lambda row: row["context"])
-    contexts = [row["context"] for row in found]
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
-    figure.suptitle(f"One decode step, one layer: {title}, budget {budget:,}", fontsize=11)
+    figure.suptitle(f"One decode step, one layer: {title}", fontsize=11)
 
-    def line(label: str, values: list[float], style: str, color: str) -> None:
-        left.plot(contexts, values, style, color=color, label=label, markersize=4)
-
-    line("PyTorch, as transformers calls it", [row["sdpa_default_ms"] for row in found], "o-", "tab:gray")
-    line("PyTorch, best formulation", [row["sdpa_best_ms"] for row in found], "o-", "tab:orange")
-    if all("dense_ms" in row for row in found):
-        line("quest, dense", [row["dense_ms"] for row in found], "o-", "tab:green")
-    line("quest", [row["ms"] for row in found], "o-", "tab:blue")
-    line("limit: reading those bytes", [row["ms"] * row["limit_fraction"] for row in found], "--", "tab:blue")
-    line("limit: multiplying them", [row["ms"] * row["fma_fraction"] for row in found], ":", "tab:blue")
+    found = max(ways.values(), key=len)  # dense attention is the same for all
+    contexts = [row["context"] for row in found]
+    dense = {"sdpa_default_ms": ("PyTorch, as transformers calls it", "tab:gray"),
+             "sdpa_best_ms": ("PyTorch, best formulation", "tab:olive"),
+             "dense_ms": ("quest, dense", "black")}  # fmt: skip
+    for name, (label, color) in dense.items():
+        if all(name in row for row in found):
+            left.plot(contexts, [row[name] for row in found], "o-", color=color, label=label, markersize=4)
+    if all("dense_limit_fraction" in row for row in found):
+        shares = [100 * row["dense_limit_fraction"] for row in found]
+        right.plot(contexts, shares, "o-", color="black", label="dense, of its tighter limit", markersize=4)
+    for number, (way, kind) in enumerate(ways.items()):
+        at, color = [row["context"] for row in kind], f"C{number}"
+        left.plot(at, [row["ms"] for row in kind], "o-", color=color, label=f"quest: {way}", markersize=4)
+        for name, style, what in (("limit_fraction", "--", "reading"), ("fma_fraction", ":", "multiplying")):
+            limits = [row["ms"] * row[name] for row in kind]
+            left.plot(at, limits, style, color=color, label=None if number else f"limit: {what}")
+            right.plot(at, [100 * row[name] for row in kind], style, color=color, label=f"{way}: {what}")
     left.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms per step")
     left.set_xscale("log", base=2)
     left.legend(fontsize=8)
 
-    right.plot(contexts, [100 * row["limit_fraction"] for row in found], "o-", label="of the read limit", markersize=4)
-    right.plot(contexts, [100 * row["fma_fraction"] for row in found], "s:", label="of the FMA peak", markersize=4)
-    if all("dense_ms" in row for row in found):
-        dense = [100 * row["dense_limit_fraction"] for row in found]
-        right.plot(contexts, dense, "o-", color="tab:green", label="dense, of its tighter limit", markersize=4)
     right.set(xlabel="context, tokens", ylabel="% of the limit", ylim=(0, 105))
     right.set_xscale("log", base=2)
     right.legend(fontsize=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,14 +13,27 @@ import quest
 from quest import QuestConfig
 from quest.bytes import StepBytes, step_bytes
 from quest.models import DTYPES
+from quest.packing import packing_of
 from quest.pools import empty
 
-__all__ = ["Paged", "Plain", "Shape", "paged_layers", "plain_layers"]
+__all__ = ["PRESETS", "Paged", "Plain", "Shape", "decode", "paged_layers", "plain_layers"]
+
+PRESETS: Mapping[str, QuestConfig] = {  # ways to read, each with a shape's budget
+    "default": QuestConfig(),
+    "long": QuestConfig.long(),
+    "page4": QuestConfig(page_size=4, summary_bits=4, coarse_size=16, coarse_keep=0.25, coarse_slack=0.4),
+    "pages16": QuestConfig(page_size=16),
+    "paper": QuestConfig.paper(dense_layers=()),  # one of its sparse layers
+}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One decode step of one layer, a row of a table. A ragged batch has lengths from a quarter of `context` to it."""
+    """One decode step of one layer, a row of a table, read as a preset and a budget say.
+
+    A ragged batch has lengths from a quarter of `context` to it. Where full blocks have packed summaries, rows end
+    half a block earlier: the open block, whose keys are scored as they are, is half full on average.
+    """
 
     context: int
     batch: int
@@ -30,6 +43,16 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     ragged: bool = False
+    preset: str = "default"
+
+    @property
+    def config(self) -> QuestConfig:
+        return PRESETS[self.preset].replace(budget=self.budget)
+
+    @property
+    def dense_config(self) -> QuestConfig:
+        """The same pools, read as a whole and once per group."""
+        return self.config.replace(budget=self.context, group_rule="relative")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -38,10 +61,13 @@ class Shape:
     @property
     def lengths(self) -> list[int]:
         """Tokens of each row, the longest last."""
-        if not self.ragged or self.batch == 1:
-            return [self.context] * self.batch
-        least = self.context // 4
-        return [least + (self.context - least) * row // (self.batch - 1) for row in range(self.batch)]
+        least, steps = self.context // 4, max(1, self.batch - 1)
+        ragged = [least + (self.context - least) * row // steps for row in range(self.batch)]
+        whole = ragged if self.ragged and self.batch > 1 else [self.context] * self.batch
+        config = PRESETS[self.preset]
+        if config.summary_bits is None:
+            return whole
+        return [max(length - config.block_size // 2, min(length, config.block_size // 2)) for length in whole]
 
     def bytes(self, config: QuestConfig) -> StepBytes:
         """What a step reads, all rows together."""
@@ -60,9 +86,18 @@ class Shape:
             StepBytes(),
         )
 
-    def fmas(self, count: int) -> int:
-        """Multiply-adds that go with so many bytes of K, V and summaries: each number with every head of its group."""
-        return count // self.torch_dtype.itemsize * (self.num_heads // self.num_kv_heads)
+    def fmas(self, read: StepBytes, config: QuestConfig) -> int:
+        """Multiply-adds that go with what is read: each number with every head of its group.
+
+        Of packed summaries, one per code and head, products of small integers that take less time than those of floats;
+        one per number of the cells; and for an open block's pages, two per channel.
+        """
+        itemsize, group = self.torch_dtype.itemsize, self.num_heads // self.num_kv_heads
+        kv = read.kv // itemsize * (1 if config.group_rule == "per_head" else group)  # which reads for each head anew
+        if config.summary_bits is None:
+            return kv + read.summaries // itemsize * group
+        codes = (read.summaries - read.cells - read.open) * 8 // config.summary_bits
+        return kv + (codes + read.cells // 2 + 2 * read.open // itemsize // config.page_size) * group
 
 
 class Paged(NamedTuple):
@@ -70,8 +105,7 @@ class Paged(NamedTuple):
 
     k_cache: Tensor
     v_cache: Tensor
-    page_min: Tensor
-    page_max: Tensor
+    summaries: tuple[Tensor, ...]  # page_min and page_max, or packed ones
     block_table: Tensor
     seq_lens: Tensor
     slot_mapping: Tensor  # of the last token of each row
@@ -88,9 +122,9 @@ class Plain(NamedTuple):
 def paged_layers(shape: Shape, config: QuestConfig, count: int) -> list[Paged]:
     size, lengths = config.block_size, shape.lengths
     needed = [-(-length // size) for length in lengths]
-    places = torch.randperm(sum(needed), dtype=torch.int32)
+    order = torch.randperm(sum(needed), dtype=torch.int32)
     table = torch.full((shape.batch, max(needed)), -1, dtype=torch.int32)
-    for row, blocks in enumerate(places.split(needed)):
+    for row, blocks in enumerate(order.split(needed)):
         table[row, : len(blocks)] = blocks
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     last = seq_lens.long() - 1
@@ -100,17 +134,31 @@ def paged_layers(shape: Shape, config: QuestConfig, count: int) -> list[Paged]:
     for _ in range(count):
         heads = (sum(needed), shape.num_kv_heads)
         k, v = (random((*heads, size, shape.head_dim), shape.torch_dtype) for _ in range(2))
-        low, high = (empty((*heads, size // config.page_size, shape.head_dim), shape.torch_dtype) for _ in range(2))
-        quest.summarise(k, low, high, table, seq_lens, seq_lens)
-        made.append(Paged(k, v, low, high, table, seq_lens, slots))
+        places = table, seq_lens
+        if (packing := packing_of(config)) is None:
+            low, high = (empty((*heads, size // config.page_size, shape.head_dim), shape.torch_dtype) for _ in range(2))
+            quest.summarise(k, low, high, *places, seq_lens)
+            made.append(Paged(k, v, (low, high), *places, slots))
+        else:
+            packed = empty((*heads, packing.num_bytes(shape.head_dim)), torch.uint8)
+            quest.pack(k, packed, *places, seq_lens, packing=packing, sink_tokens=config.sink_tokens)
+            made.append(Paged(k, v, (packed,), *places, slots))
     return made
 
 
+def decode(query: Tensor, new: Tensor, layer: Paged, config: QuestConfig) -> Tensor:
+    """A step: `new` holds key and value."""
+    op = quest.decode if config.summary_bits is None else quest.decode_packed
+    pools, places = (layer.k_cache, layer.v_cache, *layer.summaries), layer[3:]
+    return op(query, *new, *pools, *places, config=config, check=False)[0]
+
+
 def plain_layers(shape: Shape, count: int) -> list[Plain]:
-    size = (shape.batch, shape.num_kv_heads, shape.context, shape.head_dim)
+    longest = max(shape.lengths)
+    size = (shape.batch, shape.num_kv_heads, longest, shape.head_dim)
     mask = None
     if len({*shape.lengths}) > 1:
-        mask = (torch.arange(shape.context) < torch.tensor(shape.lengths)[:, None])[:, None, None]
+        mask = (torch.arange(longest) < torch.tensor(shape.lengths)[:, None])[:, None, None]
     return [Plain(random(size, shape.torch_dtype), random(size, shape.torch_dtype), mask) for _ in range(count)]
 
 

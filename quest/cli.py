@@ -181,6 +181,10 @@ Sweeps = Annotated[list[Sweep], typer.Option(help="Prepared rows instead: 32K to
 Contexts = Annotated[list[int], typer.Option(min=1, help="Tokens; may be given several times, as all lists.")]
 Numbers = Annotated[list[int], typer.Option(min=1)]
 Number = Annotated[int, typer.Option(min=1)]
+Presets = Annotated[
+    list[str],
+    typer.Option("--preset", help="How a step reads: default, long, page4, pages16, paper; several if wanted."),
+]
 Rounds = Annotated[int, typer.Option(min=1, help="Repetitions per row; the median counts.")]
 Isa = Annotated[str | None, typer.Option(help="Instruction set of the kernels, the best if not given.")]
 
@@ -190,12 +194,13 @@ def bench_decode(
     context: Contexts = [8192, 32768],  # noqa: B006
     batch: Numbers = [1],  # noqa: B006
     budget: Numbers = [512, 2048],  # noqa: B006
+    preset: Presets = ["default"],  # noqa: B006
     dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.bfloat16],  # noqa: B006
     num_heads: Number = 32,
     num_kv_heads: Number = 8,
     head_dim: Annotated[int, typer.Option(min=8)] = 128,
     sweep: Annotated[
-        list[Sweep], typer.Option(help="Prepared rows instead: 32K tokens, budget 2,048, one varied.")
+        list[Sweep], typer.Option(help="Prepared rows instead: 32K tokens, pages16, budget 2,048, one varied.")
     ] = [],  # noqa: B006
     plot: Annotated[Path | None, typer.Option(help="Draw time against context into this file.")] = None,
     rounds: Rounds = 20,
@@ -212,7 +217,7 @@ def bench_decode(
             names = decode.SWEEPS if Sweep.all in sweep else [name.value for name in sweep]
             shapes = decode.sweep(names)
         else:
-            shapes = shapes_of(context, batch, budget, dtype, num_heads, num_kv_heads, head_dim)
+            shapes = shapes_of(context, batch, budget, preset, dtype, num_heads, num_kv_heads, head_dim)
         with reported(json) as (console, rows, _):
             rows += decode.run(shapes, rounds=rounds, console=console)
             decode.show(rows, console)
@@ -227,7 +232,8 @@ def bench_decode(
 def bench_steps(
     context: Contexts = [32768, 131072],  # noqa: B006
     batch: Numbers = [1],  # noqa: B006
-    budget: Numbers = [2048],  # noqa: B006
+    budget: Numbers = [512],  # noqa: B006
+    preset: Presets = ["default"],  # noqa: B006
     dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.bfloat16],  # noqa: B006
     num_heads: Number = 32,
     num_kv_heads: Number = 8,
@@ -242,7 +248,7 @@ def bench_steps(
         from quest.bench import steps
 
         settle(isa, threads)
-        shapes = shapes_of(context, batch, budget, dtype, num_heads, num_kv_heads, head_dim)
+        shapes = shapes_of(context, batch, budget, preset, dtype, num_heads, num_kv_heads, head_dim)
         with reported(json) as (console, rows, _):
             rows += steps.run(shapes, rounds=rounds, console=console)
             steps.show(rows, console)
@@ -253,6 +259,7 @@ def bench_hf(
     contexts: Annotated[list[int], typer.Option(min=1, help="Tokens; may be given several times.")] = [64, 7168],  # noqa: B006
     dtype: Annotated[list[Dtype], typer.Option()] = [Dtype.float32, Dtype.bfloat16],  # noqa: B006
     budget: Annotated[int, typer.Option(min=1)] = 512,
+    preset: Annotated[str, typer.Option(help="How a step reads, as for `quest bench decode`.")] = "default",
     model: Model = None,
     tokens: Annotated[int, typer.Option(min=2, help="Steps per row; the median counts.")] = 32,
     threads: Threads = None,
@@ -265,11 +272,13 @@ def bench_hf(
     with errors():
         from quest.bench import hf, peers
 
+        known_presets([preset])
         set_threads(threads)
         with reported(json) as (console, rows, others):
             net, tokenizer, name = load_model(model, Dtype.float32, console)
             kinds = [kind.value for kind in dtype]
-            rows += hf.run(net, tokenizer, name, contexts, kinds, budget=budget, tokens=tokens, console=console)
+            options: dict[str, Any] = dict(budget=budget, preset=preset, tokens=tokens, console=console)
+            rows += hf.run(net, tokenizer, name, contexts, kinds, **options)
             file = gguf(model)
             if file is not None and peers.llama_available():
                 others += hf.run_llama(file, tokenizer, name, contexts, tokens=tokens, console=console)
@@ -379,6 +388,7 @@ def shapes_of(
     context: list[int],
     batch: list[int],
     budget: list[int],
+    preset: list[str],
     dtype: list[Dtype],
     num_heads: int,
     num_kv_heads: int,
@@ -389,12 +399,23 @@ def shapes_of(
     if num_heads % num_kv_heads:
         raise ValueError(f"--num-heads must be a multiple of --num-kv-heads ({num_kv_heads}), got {num_heads}")
     return [
-        Shape(length, rows, tokens, kind.value, num_heads, num_kv_heads, head_dim)
+        Shape(length, rows, tokens, kind.value, num_heads, num_kv_heads, head_dim, preset=name)
         for kind in dtype
         for length in context
         for rows in batch
+        for name in known_presets(preset)
         for tokens in budget
     ]
+
+
+def known_presets(given: list[str]) -> list[str]:
+    """Presets of benchmarks, also several in one, separated by commas."""
+    from quest.bench.shapes import PRESETS
+
+    found = names("--preset", ",".join(given))
+    if unknown := [name for name in found if name not in PRESETS]:
+        raise ValueError(f"--preset must be of {', '.join(PRESETS)}, got {', '.join(unknown)}")
+    return found
 
 
 def settle(isa: str | None, threads: int | None) -> None:

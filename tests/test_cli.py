@@ -79,6 +79,8 @@ def test_bench_decode(tmp_path: Path) -> None:
         "64",
         "--budget",
         "256",
+        "--preset",
+        "pages16",
         "--batch",
         "2",
         *SMALL,
@@ -95,15 +97,35 @@ def test_bench_decode(tmp_path: Path) -> None:
     assert sparse == 2 * 2 * (16 * 2 * 16 + 64 * 2 * 16) * 2
 
 
+def test_bench_presets(tmp_path: Path) -> None:
+    """One after the other, each row with its preset's bytes; a preset's rows name it in the table and in the plot."""
+    file, plot = tmp_path / "x.json", tmp_path / "x.png"
+    given = ["--preset", "default,long", "--preset", "pages16,page4,paper", "--budget", "64", "--plot", str(plot)]
+    contexts = ["--context", "1024", "--context", "2048"]
+    shown = run("bench", "decode", *contexts, *given, *SMALL, "--rounds", "1", "--json", str(file))
+    rows = json.loads(file.read_text())["rows"]
+    names = ["default", "long", "pages16", "page4", "paper"]
+    assert [row["preset"] for row in rows] == 2 * names
+    assert all(name in shown for name in names)
+    assert all(row["bytes"] == row["summary_bytes"] + row["kv_bytes"] for row in rows)
+    by_name = dict(zip(names, rows[5:], strict=True))
+    assert by_name["default"]["kv_bytes"] == by_name["pages16"]["kv_bytes"] == 2 * 64 * 2 * 16 * 2
+    assert by_name["paper"]["kv_bytes"] == 2 * by_name["pages16"]["kv_bytes"]  # each query head its own
+    assert by_name["pages16"]["summary_bytes"] == 2 * (2048 // 16) * 2 * 16 * 2
+    assert plot.stat().st_size > 10_000
+    assert "--preset must be of default, long" in refused("bench", "decode", "--preset", "default,longer")
+    assert "--preset must be of default, long" in refused("bench", "hf", "--preset", "longer")
+
+
+@pytest.mark.parametrize("preset", ["default", "pages16", "page4"])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_bench_decode_computes_what_it_times(ragged: bool) -> None:
-    from quest import QuestConfig
+def test_bench_decode_computes_what_it_times(ragged: bool, preset: str) -> None:
     from quest.bench import decode, shapes
 
-    shape = shapes.Shape(100, 3, 100, "float32", 6, 2, 16, ragged)
+    shape = shapes.Shape(1600, 3, 1600, "float32", 6, 2, 16, ragged, preset)
     query = torch.randn(3, 1, 6, 16)
-    config = QuestConfig(budget=100)
-    assert shape.lengths == ([25, 62, 100] if ragged else [100] * 3)
+    config, less = shape.config, 0 if preset == "pages16" else 128
+    assert shape.lengths == [length - less for length in ([400, 1000, 1600] if ragged else [1600] * 3)]
     plain = shapes.plain_layers(shape, 1)[0]
     torch.testing.assert_close(decode.sdpa_best(query, plain), decode.sdpa_default(query, plain))
     layer = shapes.paged_layers(shape, config, 1)[0]
@@ -111,9 +133,22 @@ def test_bench_decode_computes_what_it_times(ragged: bool) -> None:
         for paged, dense in zip(layer[:2], plain[:2], strict=True):
             dense[row, :, :length] = paged[blocks].transpose(0, 1).flatten(1, 2)[:, :length]
     new = [torch.stack([x[row, :, n - 1] for row, n in enumerate(shape.lengths)])[:, None] for x in plain[:2]]
-    got = decode.step(query, new, layer, config)
+    got = shapes.decode(query, new, layer, config)
     torch.testing.assert_close(got, decode.sdpa_best(query, plain))
-    assert sum(shape.lengths) * 2 * 2 * 16 * 4 == shape.bytes(config).total
+    read = shape.bytes(config)
+    assert read.total == sum(shape.lengths) * 2 * 2 * 16 * 4
+    assert shape.fmas(read, config) == read.total // 4 * 3
+
+
+def test_bench_counts_products_of_codes() -> None:
+    from quest.bench.shapes import Shape
+
+    shape = Shape(2048, 1, 64, "bfloat16", 4, 2, 32, preset="default")
+    read, groups = shape.bytes(shape.config), 7 * 16
+    kept = -(-groups // 6)
+    assert read.coarse == 2 * groups * 32 * 2 * 2 // 8
+    per_head = 64 * 2 * 32 + groups * 32 * 2 + kept * 16 * 32 + 7 * 2 * 32 + 2 * 32 * (128 - 16)
+    assert shape.fmas(read, shape.config) == 4 * per_head
 
 
 def test_bench_sweep_and_plot(tmp_path: Path) -> None:
@@ -124,26 +159,36 @@ def test_bench_sweep_and_plot(tmp_path: Path) -> None:
     assert {1, 8, 32} == {shape.batch for shape in shapes}
     assert {1, 3, 4, 7, 8} == {shape.num_heads // shape.num_kv_heads for shape in shapes}
     assert len(shapes) == len(set(shapes))
+    long = [(shape.preset, shape.budget) for shape in shapes if shape.context == 1 << 20]
+    assert long == [("pages16", 2048), ("default", 512), ("long", 512), ("page4", 512)]
+    assert {shape.preset for shape in shapes if shape.budget != 512} == {"pages16"}
     file = tmp_path / "plot.png"
-    run("bench", "decode", "--context", "128", "--context", "256", "--budget", "64", *SMALL, "--plot", str(file))
-    assert file.stat().st_size > 10_000
     with pytest.raises(ValueError, match="two contexts"):
         report.draw([{**vars(shapes[0])}], file)
 
 
-def test_bench_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("preset", "summarise", "score"),
+    [("default", "pack", "score_packed"), ("page4", "pack", "score_packed"), ("pages16", "summarise", "score")],
+)
+def test_bench_steps(tmp_path: Path, preset: str, summarise: str, score: str) -> None:
     file = tmp_path / "x.json"
-    run("bench", "steps", "--context", "256", "--budget", "64", *SMALL, "--json", str(file))
+    given = ["--context", "1024", "--budget", "64", "--preset", preset]
+    run("bench", "steps", *given, *SMALL, "--json", str(file))
     rows = json.loads(file.read_text())["rows"]
-    assert [row["verb"] for row in rows] == ["append", "summarise", "score", "select", "attend", "decode"]
+    assert [row["verb"] for row in rows] == ["append", summarise, score, "select", "attend", "decode"]
     by_verb = {row["verb"]: row for row in rows}
-    assert by_verb["decode"]["bytes"] == by_verb["score"]["bytes"] + by_verb["attend"]["bytes"]
+    assert by_verb["decode"]["bytes"] == by_verb[score]["bytes"] + by_verb["attend"]["bytes"]
+    assert by_verb["decode"]["fmas"] == by_verb[score]["fmas"] + by_verb["attend"]["fmas"]
+    assert by_verb[summarise]["bytes"] == 2 * (16 if preset == "pages16" else 256) * 16 * 2
+    assert {row["preset"] for row in rows} == {preset}
     assert all(row["ms"] > 0 for row in rows)
 
 
-def test_bench_hf(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["default", "pages16"])
+def test_bench_hf(folder: str, tmp_path: Path, preset: str) -> None:
     file = tmp_path / "x.json"
-    options = ["--contexts", "64", "--contexts", "300", "--budget", "128", "--tokens", "4"]
+    options = ["--contexts", "64", "--contexts", "300", "--budget", "128", "--tokens", "4", "--preset", preset]
     shown = run("bench", "hf", "--model", folder, *options, "--json", str(file))
     assert "DynamicCache" in shown
     rows = json.loads(file.read_text())["rows"]

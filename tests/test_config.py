@@ -14,11 +14,38 @@ from quest.config import forced_pages, max_selected
 
 
 def test_defaults():
+    """Codes of single tokens in two levels; where pages of a size are asked for, minima and maxima of those."""
     config = QuestConfig()
+    assert (config.page_size, config.block_size, config.budget) == (1, 256, 1024)
+    assert (config.summary_bits, config.coarse_size) == (2, 16)
+    layer = config.layer(7)
+    assert (layer.dense, layer.budget, layer.sink_tokens, layer.recent_tokens) == (False, 1024, 4, 16)
+    assert (layer.slack, layer.group_rule) == (0.0, "relative")
+
+    config = QuestConfig(page_size=16)
     assert (config.page_size, config.block_size, config.budget) == (16, 16, 1024)
+    assert (config.summary_bits, config.coarse_size) == (None, None)
     layer = config.layer(7)
     assert (layer.dense, layer.budget, layer.sink_tokens, layer.recent_tokens) == (False, 1024, 16, 32)
-    assert layer.group_rule in ("softmax", "relative")
+    assert (layer.slack, layer.group_rule) == (0.4, "relative")
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_what_a_format_takes_where_it_is_not_told(page_size):
+    """None means the format's own, and a setting of one's own stays, through `replace` too."""
+    given = dict(sink_tokens=7, recent_tokens=9, slack=0.3)
+    plain, mine = QuestConfig(page_size=page_size), QuestConfig(page_size=page_size, **given)
+    assert QuestConfig(page_size=page_size, **dict.fromkeys(given)) == plain
+    for config in (mine, mine.replace(budget=100), pickle.loads(pickle.dumps(mine))):
+        assert {name: getattr(config, name) for name in given} == given
+    assert plain.replace(budget=1024) == plain
+
+
+def test_long():
+    config = QuestConfig.long()
+    assert (config.page_size, config.summary_bits, config.coarse_size, config.block_size) == (1, 2, 32, 512)
+    assert (config.coarse_keep, config.coarse_limit) == (0.125, 4096)
+    assert QuestConfig.long(coarse_keep=0.5, budget=512).replace(budget=256).layer(0).coarse_keep == 0.5
 
 
 def test_paper():
@@ -46,7 +73,8 @@ def test_replace():
     config = QuestConfig(layers={1: {"budget": 64}})
     assert config.replace(budget=512).layer(0).budget == 512
     assert config.replace(budget=512).layer(1).budget == 64
-    assert config.replace(page_size=32).block_size == 32
+    assert config.replace(coarse_size=32).block_size == 512
+    assert QuestConfig(page_size=16).replace(page_size=32).block_size == 32
     assert QuestConfig(page_size=8, block_size=32).replace(page_size=16).block_size == 32
     with pytest.raises(ValueError, match="block_size must be a multiple"):
         QuestConfig(page_size=8, block_size=32).replace(page_size=64)
@@ -73,8 +101,9 @@ def test_frozen_and_copied():
         ({"page_size": 2048}, "page_size must be in"),
         ({"page_size": 16, "block_size": 24}, "block_size must be a multiple of page_size .16., got 24"),
         ({"page_size": 16, "block_size": 0}, "block_size must be in"),
-        ({"budget": 0}, "budget must hold the forced pages: 1 sink . 2 recent pages of 16 tokens = 48 tokens, got"),
-        ({"budget": 47}, "budget must hold the forced pages"),
+        ({"budget": 0}, "budget must hold the forced pages: 4 sink . 16 recent pages of 1 tokens = 20 tokens, got"),
+        ({"budget": 19}, "budget must hold the forced pages"),
+        ({"page_size": 16, "budget": 47}, "forced pages: 1 sink . 2 recent pages of 16 tokens = 48 tokens, got"),
         ({"budget": -1}, "budget must hold the forced pages"),
         ({"budget": 0.0}, "budget as a fraction of the context must be in .0, 1., got 0.0"),
         ({"budget": 1.5}, "budget as a fraction"),
@@ -108,9 +137,8 @@ def test_values_out_of_range(settings, message):
         ({"budget": True}, "budget must be a number of tokens"),
         ({"budget": np.int64(512)}, "budget must be a number of tokens"),
         ({"sink_tokens": 1.5}, "sink_tokens must be an int"),
-        ({"recent_tokens": None}, "recent_tokens must be an int"),
+        ({"recent_tokens": "16"}, "recent_tokens must be an int"),
         ({"slack": "0.5"}, "slack must be a number, got '0.5'"),
-        ({"slack": None}, "slack must be a number"),
         ({"slack": True}, "slack must be a number"),
         ({"group_rule": None}, "group_rule must be one of"),
         ({"dense_layers": 2}, "dense_layers must be a sequence of ints, got 2"),

@@ -259,26 +259,35 @@ def test_work_on_any_number_of_threads(isa, threads, case, dtype):
         check_state(state, case)
 
 
-def test_memory_of_a_step(threads):
+@pytest.mark.parametrize(
+    ("settings", "heads", "length"), [("page_size=16, budget=2048", 8, 32768), ("budget=512", 4, 131072)]
+)
+def test_memory_of_a_step(threads, settings, heads, length):
     """A step needs its outputs and the scores: below one percent of the cache."""
-    code = """
+    code = f"""
 import resource, torch, quest
-heads, length, page = 8, 32768, 16
-k, v = (torch.ones(length // page, heads, page, 128, dtype=torch.bfloat16) for _ in range(2))
-low, high = (torch.ones(length // page, heads, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-table = torch.arange(length // page, dtype=torch.int32)[None]
+config = quest.QuestConfig({settings})
+size, packing = config.block_size, quest.packing_of(config)
+heads, length = {heads}, {length}
+blocks = length // size
+pools = [torch.ones(blocks, heads, size, 128, dtype=torch.bfloat16) for _ in range(2)]
+if packing is None:
+    pools += [torch.ones(blocks, heads, 1, 128, dtype=torch.bfloat16) for _ in range(2)]
+    decode = quest.decode
+else:
+    pools.append(torch.ones(blocks, heads, packing.num_bytes(128), dtype=torch.uint8))
+    decode = quest.decode_packed
+table = torch.arange(blocks, dtype=torch.int32)[None]
 lens, slots = torch.tensor([length], dtype=torch.int32), torch.tensor([[length - 1]])
-query, new = torch.ones(1, 1, 32, 128).bfloat16(), torch.ones(1, 1, heads, 128).bfloat16()
-tail = torch.tensor([[0]], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), torch.tensor([[3]])
-small = [x[:1].clone() for x in (k, v, low, high)]
-config = quest.QuestConfig(budget=2048)
+query, new = torch.ones(1, 1, 4 * heads, 128).bfloat16(), torch.ones(1, 1, heads, 128).bfloat16()
+tail = table[:, :4].clone(), torch.tensor([4 * size], dtype=torch.int32), torch.tensor([[4 * size - 1]])
 for _ in range(20):  # what the first calls of a process load is not the step's
-    quest.decode(query, new, new, *small, *tail, config=config)
+    decode(query, new, new, *pools, *tail, config=config.replace(budget=48))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for _ in range(20):
-    quest.decode(query, new, new, k, v, low, high, table, lens, slots, config=config)
+    decode(query, new, new, *pools, table, lens, slots, config=config)
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-cache = sum(x.nbytes for x in (k, v, low, high))
+cache = sum(x.nbytes for x in pools)
 assert (after - before) * 1024 < cache // 100, ((after - before) * 1024, cache)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -181,7 +181,7 @@ def test_packaged_model_answers() -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     model, tokenizer = models.load()
-    text = f"{document()[:2500]}\n\nForget the text above. What is the capital of France?"
+    text = f"{document()[:5000]}\n\nForget the text above. What is the capital of France?"
     rows = answer_prompt(model, tokenizer, text, budgets=(256,), max_new_tokens=10)
-    assert rows[1].bytes_fraction < 0.6
+    assert rows[1].bytes_fraction < 0.5
     assert all("Paris" in row.texts[0] for row in rows)

@@ -36,5 +36,6 @@ def test_public_names():
     import quest
 
     verbs = {"append", "summarise", "score", "select", "attend", "merge", "decode"}
-    assert set(quest.__all__) == verbs | {"PagedKVCache", "QuestConfig", "reference"}
+    packed = {"pack", "score_packed", "decode_packed", "Packing", "packing_of"}
+    assert set(quest.__all__) == verbs | packed | {"PagedKVCache", "QuestConfig", "reference"}
     assert all(hasattr(quest, name) for name in quest.__all__)

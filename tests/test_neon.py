@@ -36,10 +36,11 @@ from cases import (
     same,
 )
 from test_attend import pages_of
+from test_packed import case_of, packed_of
 from test_select import random_scores
 from torch import Tensor
 
-from quest import reference
+from quest import Packing, reference, reference_packed
 from quest.config import GROUP_RULES, forced_pages, max_selected
 from quest.ops import split_budget
 
@@ -140,6 +141,15 @@ class Emulated:
             window=window or -1,
             pages_per_task=pages_per_task,
         )["scores"]
+
+    def pack(self, packed: Tensor, packing: Packing, sink_pages: int, **rows: Tensor) -> None:
+        sizes = {"page_size": packing.page_size, "coarse_size": packing.coarse_size or 0, "bits": packing.bits}
+        self.run_in_place("pack", {"packed": packed}, sink_pages=sink_pages, window=-1, **rows, **sizes)
+
+    def score_packed(self, packing: Packing, *, group_rule: str, window: int | None, **arrays: Any) -> Tensor:
+        sizes = {"page_size": packing.page_size, "coarse_size": packing.coarse_size or 0, "bits": packing.bits}
+        rule = RULES.index(group_rule)
+        return self.run("score_packed", group_rule=rule, window=window or -1, **arrays, **sizes)["scores"]
 
     def select(
         self,
@@ -400,6 +410,41 @@ def test_score_windows_and_special_values(neon: Emulated, rule: str) -> None:
     got, expected = (v.score(case.query, *case.summary, page_size=16, group_rule=rule) for v in (neon, reference))
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert got.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("packing", "options"),
+    [
+        (Packing(1, 64, 16, 2), dict(num_heads=7, num_kv_heads=1, head_dim=64, dtype=BF16)),
+        (Packing(1, 128, 32, 4), dict(num_heads=6, num_kv_heads=2, head_dim=33, dtype=F16, q_len=2)),
+        (Packing(1, 48, None, 8), dict(num_heads=3, num_kv_heads=3, head_dim=80, dtype=torch.float32)),
+        (Packing(2, 128, 16, 8), dict(num_heads=8, num_kv_heads=1, head_dim=40, dtype=BF16)),
+        (Packing(4, 64, 16, 4), dict(num_heads=4, num_kv_heads=2, head_dim=7, dtype=torch.float32, q_len=3)),
+        (Packing(4, 16, None, 2), dict(num_heads=5, num_kv_heads=1, head_dim=128, dtype=F16)),
+    ],
+    ids=str,
+)
+def test_packed(neon: Emulated, packing: Packing, options: dict[str, Any]) -> None:
+    """Codes to the bit, those of a sink too, and scores of both levels and of the open block to rounding."""
+    case = case_of(packing, **options)
+    rows = {"k_cache": case.k_cache, "block_table": case.block_table, "seq_lens": case.seq_lens}
+    sink = 5 * packing.page_size
+    expected, got = packed_of(case, packing, sink), packed_of(case.replace(seq_lens=case.seq_lens * 0), packing)
+    neon.pack(got, packing, 5, num_new=case.seq_lens, **rows)
+    assert memory(got) == memory(expected)
+
+    forced = dict(budget=sink + 64, coarse_keep=0.1, coarse_limit=1 << 20, slack=0.4, coarse_slack=0.2)
+    for rule, window in (("per_head", None), ("relative", 200), ("softmax", None)):
+        like: dict[str, Any] = dict(group_rule=rule, window=window, softmax_scale=0.2, **forced)
+        places = case.query, case.k_cache, expected, case.block_table, case.seq_lens
+        pages = dict(packing=packing, sink_tokens=sink, recent_tokens=packing.page_size)
+        wanted = reference_packed.score_packed(*places, **pages, **like)
+        if rule == "per_head":
+            size = wanted[wanted.isfinite()].abs().max().item()
+        scores = neon.score_packed(
+            packing, query=case.query, packed=expected, sink_pages=5, recent_pages=1, **rows, **like
+        )
+        assert_near(scores, wanted.double(), wanted, rule, size=128 * size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

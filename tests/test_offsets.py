@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import quest
-from quest import QuestConfig
+from quest import QuestConfig, packing_of
 
 BLOCKS, KV_HEADS, BLOCK, DIM = 65537, 8, 16, 128
 LAST = BLOCKS - 1
@@ -52,12 +52,52 @@ def test_c42_block_65536(isa):
         scores = quest.score(query, *pools[2:], table, lens - 1, page_size=BLOCK, group_rule="per_head")
         out = quest.attend(query, *pools[:2], table, lens - 1)
         step = (query, key[12:], value[12:], *pools, table, lens, slots[12:] + block * BLOCK)
-        decoded = quest.decode(*step, config=QuestConfig(budget=48))
+        decoded = quest.decode(*step, config=QuestConfig(page_size=BLOCK, budget=48))
         results.append([scores, *out, *decoded, *(pool[block].clone() for pool in pools)])
     assert all(map(torch.equal, *results))
     assert results[0][1].any()
     assert large[0][LAST, :, 12].equal(key[12])
     assert not large[0][0].any()  # where 32 bits would have wrapped to
+
+
+def test_c42_packed_block_65536(isa):
+    """Packed summaries, their blocks 65 KB apart: the newest of a row's eight blocks is 65536, filled by the step."""
+    size, kv_heads, blocks = 64, 2, 8
+    config = QuestConfig(page_size=1, summary_bits=2, coarse_size=16, block_size=size, budget=32, recent_tokens=4)
+    packing, row = packing_of(config), kv_heads * DIM
+    stride, apart = (2 * size + 2) * row, 65536 + 64
+    assert min(LAST * stride, LAST * apart) > 2**31
+
+    def pools_of(count: int) -> list[Tensor]:
+        rows, codes = reserve(count * stride, torch.bfloat16), reserve(count * apart, torch.uint8)
+        places = (count, kv_heads, size, DIM), (stride, DIM, row, 1)
+        return [rows.as_strided(*places, start) for start in (0, size * row)] + [
+            codes.as_strided((count, kv_heads, packing.num_bytes(DIM)), (apart, apart // 4, 1))
+        ]
+
+    small, large = pools_of(blocks), pools_of(BLOCKS)
+    for pools in (small, large):
+        for pool in pools:
+            pool[0], pool[-blocks:] = 0, 0
+    rng, length = torch.Generator().manual_seed(0), blocks * size
+    key, value = (torch.randn(length, kv_heads, DIM, generator=rng).bfloat16() for _ in range(2))
+    query = torch.randn(1, 8, DIM, generator=rng).bfloat16()
+    lens = torch.tensor([length], dtype=torch.int32)
+    settings = dict(packing=packing, sink_tokens=4, coarse_keep=0.1)
+    results = []
+    for pools, first in ((small, 0), (large, BLOCKS - blocks)):
+        table = torch.arange(first, first + blocks, dtype=torch.int32)[None]
+        slots = torch.arange(length) + first * size
+        quest.append(key[:-1], value[:-1], *pools[:2], slots[:-1])
+        quest.pack(pools[0], pools[2], table, lens - 1, lens - 1, packing=packing, sink_tokens=4)
+        scores = quest.score_packed(query, pools[0], pools[2], table, lens - 1, budget=32, recent_tokens=4, **settings)
+        decoded = quest.decode_packed(query, key[-1:], value[-1:], *pools, table, lens, slots[-1:], config=config)
+        results.append([scores, *decoded, *(pool[-blocks:].clone() for pool in pools)])
+    assert all(map(torch.equal, *results))
+    assert results[0][0].isfinite().sum() < 2 * 160  # pages of 6 coarse ones and the open block, of each head
+    assert results[0][1].any()
+    assert large[2][LAST].any()
+    assert not any(pool[0].any() for pool in large)
 
 
 def test_c42_block_table_offsets(isa):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_select import best_pages
 
 import quest
-from quest import QuestConfig, backends, reference
+from quest import Packing, QuestConfig, backends, packing_of, reference
 
 LAYOUTS = ("plain", "padded", "token_major", "interleaved")
 
@@ -269,6 +269,44 @@ def test_unchecked_hostile_input_writes_nothing_outside(data):
     backends.use_isa(None)
 
 
+@settings(few, max_examples=200)
+@given(st.data())
+def test_unchecked_hostile_input_of_packed_summaries(data):
+    """The same with codes, of one level and of two."""
+    page_size, coarse_size, block_size = data.draw(
+        st.sampled_from([(1, 16, 64), (1, None, 16), (2, 8, 32), (3, None, 12)])
+    )
+    packing = Packing(page_size, block_size, coarse_size, data.draw(st.sampled_from([8, 4, 2])))
+    shape = data.draw(shapes(page_size=page_size, block_size=block_size, query_dtype=None, layout="padded"))
+    sizes = dict(page_size=page_size, coarse_size=coarse_size, block_size=block_size, summary_bits=packing.bits)
+    config = data.draw(configs(shape)).replace(coarse_keep=data.draw(st.sampled_from([0.01, 1.0])), **sizes)
+    case = make(shape)
+    backends.use_isa(data.draw(st.sampled_from(backends.isas())))
+    state = case.copy().replace(
+        key=case.key.nan_to_num(),
+        block_table=hostile(data, case.block_table[:, :3], HOSTILE_32),
+        seq_lens=hostile(data, case.seq_lens, HOSTILE_32),
+        slot_mapping=hostile(data, case.slot_mapping, HOSTILE_64),
+    )
+    blocks, kv_heads, _, head_dim = state.k_cache.shape
+    size = packing.num_bytes(head_dim)
+    room = torch.full((blocks, kv_heads, size + 12), 0xA5, dtype=torch.uint8)
+    step = (*state.step[:5], room[..., :size], *state.step[7:])
+    guards, options = guards_of(state.pools), data.draw(attention_options(shape))
+    for backend in ("cpu", "verbs"):
+        out, _ = quest.decode_packed(*step, config=config, backend=backend, check=False, **options)
+        assert out.shape == (*case.query.shape[:3], case.v_cache.shape[-1])
+    rows = state.k_cache, step[5], state.block_table, state.seq_lens
+    quest.pack(*rows, hostile(data, case.seq_lens, HOSTILE_32), packing=packing, check=False)
+    for sink, recent in ((0, 1), (10**6, 1), (0, 10**6)):
+        forced = dict(sink_tokens=sink, recent_tokens=recent, coarse_keep=0.01, window=options.get("window"))
+        scores = quest.score_packed(case.query, *rows, packing=packing, check=False, **forced)
+        assert scores.shape[-1] == state.block_table.shape[1] * packing.pages
+    assert guards_of(state.pools) == guards
+    assert (room[..., size:] == 0xA5).all()
+    backends.use_isa(None)
+
+
 def guards_of(pools) -> list[bytes]:
     """The memory between the rows of pools that are laid out with some."""
     copies = copy_pools(pools)
@@ -299,7 +337,14 @@ def test_hostile_input_on_an_empty_pool(isa):
                           slot_mapping=torch.tensor([[0], [99]]))  # fmt: skip
     for backend in ("cpu", "verbs"):
         for rule in ("relative", "per_head"):
-            config = QuestConfig(budget=48, group_rule=rule)
+            config = QuestConfig(page_size=16, budget=48, group_rule=rule)
             out, lse = quest.decode(*state.step, config=config, backend=backend, check=False)
+            assert not out.any()
+            assert (lse == -INF).all()
+            config = QuestConfig(block_size=64, budget=48, group_rule=rule)
+            pools = [x.new_empty(0, 2, 64, 64) for x in state.pools[:2]]
+            packed = torch.empty(0, 2, packing_of(config).num_bytes(64), dtype=torch.uint8)
+            step = (state.query, *(x.nan_to_num() for x in state.step[1:3]), *pools, packed, *state.step[7:])
+            out, lse = quest.decode_packed(*step, config=config, backend=backend, check=False)
             assert not out.any()
             assert (lse == -INF).all()

@@ -3,14 +3,16 @@
 //
 //     kernels CASE RESULT VERB...
 //
-// The verbs run in the order given: append, summarise, score, select, attend, merge. CASE and RESULT are lists of named
-// arrays. An array is a line "name type dims size... stride... bytes", strides in elements, and then its memory from
-// the first element to the last; a number has no dimensions. Verbs find their arguments by name, under the names they
-// have in quest/ops.py, and so find the results of earlier verbs. RESULT holds what the verbs wrote.
+// The verbs run in the order given: append, summarise, score, pack, score_packed, select, attend, merge. CASE and
+// RESULT are lists of named arrays. An array is a line "name type dims size... stride... bytes", strides in elements,
+// and then its memory from the first element to the last; a number has no dimensions. Verbs find their arguments by
+// name, under the names they have in quest/ops.py, and so find the results of earlier verbs. RESULT holds what the
+// verbs wrote.
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <iostream>
@@ -187,6 +189,123 @@ static void score() {
   for (int64_t i = 0; grouped && i < batch * q_len * p.num_kv_heads; i++) kernels().agree(p, i);
 }
 
+static int64_t lanes_of(int64_t pages) { return std::min<int64_t>(16, pages & -pages); }
+
+// As arguments.cpp lays it out.
+static Packed packed_of(const Array& a, const Array& k_cache) {
+  const int64_t page_size = integer("page_size"), coarse_size = integer("coarse_size"), block_size = k_cache.size[2];
+  Packed p{};
+  p.data = a.memory;
+  p.stride_block = a.stride[0];
+  p.stride_head = a.stride[1];
+  p.bits = static_cast<int>(integer("bits"));
+  p.coarse = coarse_size > 0;
+  p.single = page_size == 1;
+  p.dim = round_up(k_cache.size[3], 32);
+  p.coarse_words = p.dim * p.bits / 16;
+  p.words = p.single ? p.coarse_words / 2 : p.coarse_words;
+  p.pages = block_size / page_size;
+  p.group_pages = p.coarse ? coarse_size / page_size : lanes_of(p.pages);
+  p.groups = p.pages / p.group_pages;
+  p.lanes = lanes_of(p.group_pages);
+  p.coarse_lanes = p.coarse ? lanes_of(p.groups) : 1;
+  p.coarse_at = 4 * p.dim;
+  p.fine_at = p.coarse_at + (p.coarse ? p.groups * p.coarse_words * 4 : 0);
+  if (p.fine_at + p.pages * p.words * 4 != a.size[2]) throw std::runtime_error("packed: another layout");
+  return p;
+}
+
+static void pack() {
+  const Array& k_cache = get("k_cache");
+  const PackParams p{.seq = sequences(k_cache.size[0], k_cache.size[2], 1),
+                     .k_cache = k_cache,
+                     .packed = packed_of(output("packed"), k_cache),
+                     .num_new = get("num_new").data<int32_t>(),
+                     .num_kv_heads = k_cache.size[1],
+                     .sink_pages = integer("sink_pages")};
+  for (int64_t b = 0; b < p.seq.batch; b++) {
+    const int64_t length = p.seq.length(b), first = std::max<int64_t>(0, length - p.num_new[b]) / p.seq.block_size;
+    for (int64_t i = first; p.num_new[b] > 0 && i < length / p.seq.block_size; i++)
+      for (int64_t h = 0; h < p.num_kv_heads; h++) kernels().pack(p, b, h, i);
+  }
+}
+
+// What of it a token and KV head scores, each step in two parts.
+static void score_unit(const PackedScoreParams& p, int64_t unit, const Span& span, int64_t b) {
+  const int64_t first = p.first_group(span), end = p.last_group(span, b);
+  if (p.kept_of(end - first, span.pos) < end - first) {
+    const int64_t begin = first / p.packed.groups, last = round_up(end, p.packed.groups) / p.packed.groups;
+    const int64_t middle = (begin + last) / 2;
+    kernels().score_groups(p, unit, begin, middle);
+    kernels().score_groups(p, unit, middle, last);
+  }
+  kernels().keep(p, unit);
+  const int64_t kept = p.num_kept[unit];
+  kernels().score_kept(p, unit, 0, kept / 2);
+  kernels().score_kept(p, unit, kept / 2, kept);
+  kernels().score_open(p, unit);
+  if (p.scores) kernels().agree_packed(p, unit);
+}
+
+static void score_packed() {
+  const Array &query = get("query"), &k_cache = get("k_cache");
+  const Packed packed = packed_of(get("packed"), k_cache);
+  PackedScoreParams p{};
+  p.seq = sequences(k_cache.size[0], k_cache.size[2], query.size[1]);
+  p.query = query;
+  p.k_cache = k_cache;
+  p.packed = packed;
+  p.num_heads = query.size[2];
+  p.num_kv_heads = k_cache.size[1];
+  p.sink_pages = integer("sink_pages");
+  p.recent_pages = integer("recent_pages");
+  p.budget = integer("budget");
+  p.coarse_limit = integer("coarse_limit");
+  p.coarse_keep = *get("coarse_keep").data<double>();
+  p.slack = real("slack");
+  p.coarse_slack = real("coarse_slack");
+  p.softmax_scale = real("softmax_scale");
+  p.rule = static_cast<GroupRule>(integer("group_rule"));
+  p.max_weight = std::min<int64_t>(32766, INT32_MAX / (2 * packed.dim * (packed.cells() - 1)));
+  for (int64_t b = 0; b < p.seq.batch; b++) {
+    const int64_t length = p.seq.length(b), groups = length / p.seq.block_size * packed.groups;
+    p.max_groups = std::max(p.max_groups, groups);
+    p.max_kept = std::max(p.max_kept, p.kept_of(groups, length - 1));
+  }
+  p.max_candidates = p.max_kept * packed.group_pages + packed.pages;
+  const int64_t batch = p.seq.batch, q_len = p.seq.q_len, heads = p.num_heads, kv_heads = p.num_kv_heads;
+  auto floats = [&](const string& name, int64_t rows, int64_t n) {
+    return output(name, "float32", {batch, q_len, rows, n}).data<float>();
+  };
+  p.weights = floats("weights", 4 * heads, packed.dim);
+  p.largest = floats("largest", heads, 1);
+  p.coarse_raw = floats("coarse_raw", heads, p.max_groups);
+  p.coarse_scores = floats("coarse_scores", kv_heads, p.max_groups);
+  p.raw = floats("raw", heads, p.max_candidates);
+  if (p.rule != GroupRule::per_head) p.scores = floats("candidates", kv_heads, p.max_candidates);
+  p.kept = output("kept", "int32", {batch, q_len, kv_heads, p.max_kept}).data<int32_t>();
+  p.num_kept = output("num_kept", "int32", {batch, q_len, kv_heads}).data<int32_t>();
+
+  // From candidates to pages.
+  const int64_t of_unit = p.scores ? 1 : heads / kv_heads, pages = p.seq.max_pages, size = packed.group_pages;
+  float* to = floats("scores", kv_heads * of_unit, pages);
+  std::fill(to, to + batch * q_len * kv_heads * of_unit * pages, -INFINITY);
+  for (int64_t token = 0; token < batch * q_len; token++) {
+    const Span span = p.seq.span(token / q_len, token % q_len);
+    kernels().weigh_packed(p, token);
+    for (int64_t unit = token * kv_heads; span.pos >= 0 && unit < (token + 1) * kv_heads; unit++) {
+      score_unit(p, unit, span, token / q_len);
+      const int64_t in_groups = p.num_kept[unit] * size, open = p.full_blocks(span) * packed.pages;
+      for (int64_t row = unit * of_unit; row < (unit + 1) * of_unit; row++) {
+        const float* from = (p.scores ? p.scores : p.raw) + row * p.max_candidates;
+        for (int64_t c = 0; c < p.candidates(span, token / q_len, unit); c++)
+          to[row * pages +
+             (c < in_groups ? p.kept[unit * p.max_kept + c / size] * size + c % size : open + c - in_groups)] = from[c];
+      }
+    }
+  }
+}
+
 static void select() {
   const Array& scores = get("scores");
   const int64_t batch = scores.size[0], q_len = scores.size[1], heads = scores.size[2], pages = scores.size[3];
@@ -262,8 +381,9 @@ static void merge() {
 }
 
 int main(int argc, char** argv) {
-  const std::map<string, void (*)()> verbs = {{"append", append}, {"summarise", summarise}, {"score", score},
-                                              {"select", select}, {"attend", attend},       {"merge", merge}};
+  const std::map<string, void (*)()> verbs = {
+      {"append", append}, {"summarise", summarise}, {"score", score}, {"pack", pack}, {"score_packed", score_packed},
+      {"select", select}, {"attend", attend},       {"merge", merge}};
   try {
     read(argv[1]);
     for (int i = 3; i < argc; i++) verbs.at(argv[i])();
