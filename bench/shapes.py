@@ -31,8 +31,9 @@ PRESETS: Mapping[str, QuestConfig] = {  # ways to read, each with a shape's budg
 class Shape:
     """One decode step of one layer, a row of a table, read as a preset and a budget say.
 
-    A ragged batch has lengths from a quarter of `context` to it. Where full blocks have packed summaries, rows end
-    half a block earlier: the open block, whose keys are scored as they are, is half full on average.
+    A ragged batch has lengths from a quarter of `context` to it. With packed summaries rows end half a group of pages
+    earlier, as they do on average: at a whole group every repetition would pack a block, which a step does once in a
+    while.
     """
 
     context: int
@@ -64,10 +65,11 @@ class Shape:
         least, steps = self.context // 4, max(1, self.batch - 1)
         ragged = [least + (self.context - least) * row // steps for row in range(self.batch)]
         whole = ragged if self.ragged and self.batch > 1 else [self.context] * self.batch
-        config = PRESETS[self.preset]
-        if config.summary_bits is None:
+        packing = packing_of(PRESETS[self.preset])
+        if packing is None:
             return whole
-        return [max(length - config.block_size // 2, min(length, config.block_size // 2)) for length in whole]
+        group = packing.group_size
+        return [max(length // group * group - group // 2, min(length, group // 2)) for length in whole]
 
     def bytes(self, config: QuestConfig) -> StepBytes:
         """What a step reads, all rows together."""
@@ -90,7 +92,7 @@ class Shape:
         """Multiply-adds that go with what is read: each number with every head of its group.
 
         Of packed summaries, one per code and head, products of small integers that take less time than those of floats;
-        one per number of the cells; and for an open block's pages, two per channel.
+        one per number of the cells; and for pages that have no codes, two per channel.
         """
         itemsize, group = self.torch_dtype.itemsize, self.num_heads // self.num_kv_heads
         kv = read.kv // itemsize * (1 if config.group_rule == "per_head" else group)  # which reads for each head anew

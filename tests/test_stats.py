@@ -68,9 +68,7 @@ def named(cache: PagedKVCache, query: Tensor, window: int | None) -> tuple[Tenso
     return scores, quest.select(scores, rows[1], page_size=config.page_size, window=window, **forced)[0]
 
 
-def summaries_of(
-    config: QuestConfig, scored: set[int], begin: int, stop: int, pos: int, q_len: int
-) -> dict[str, int]:
+def summaries_of(config: QuestConfig, scored: set[int], begin: int, stop: int, pos: int, q_len: int) -> dict[str, int]:
     """Bytes of one KV head's summaries, from the pages that have a score; [begin, stop) might have had one."""
     packing, size = packing_of(config), config.page_size
     if packing is None:
