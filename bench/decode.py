@@ -222,7 +222,8 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
         "ms: median (least-most). MB: K, V and summaries read, counted. Read limit: the time that reading as many "
         "bytes of cold memory takes in the same run; FMA peak: fp32 multiply-adds as torch's matrix product reaches "
         "them, each code of a packed summary counted as one. Rows with packed summaries end half a group of pages "
-        "before the context, between two steps that pack a block. SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
+        "before the context, between two steps that pack a block. "
+        "SDPA best: PyTorch's attention with a group's queries as rows; default: as transformers calls it. "
         "Own dense: this op with a budget of the whole context.",
         highlight=False,
     )

@@ -183,7 +183,8 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(
         "ms: median (least-most) of a call from Python, its fixed cost of a few microseconds included; decode is all "
         "verbs in one op, but for pack, of one full block per row, which a step needs once in as many as a group of "
-        "pages has tokens. The limits are those of `quest bench decode`. vLLM's kernel, where it is installed, attends to the "
+        "pages has tokens. The limits are those of `quest bench decode`. "
+        "vLLM's kernel, where it is installed, attends to the "
         "same pages; what it plans once for all layers of a step is not in its time.",
         highlight=False,
     )
