@@ -181,21 +181,13 @@ PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache
 
 PackedScratch allocate(PackedScoreParams& p) {
   const Sequences& seq = p.seq;
-  p.max_groups = p.max_kept = 0;
-  for (int64_t b = 0; b < seq.batch; b++) {
-    const int64_t groups = seq.length(b) / (p.packed.group_pages * seq.page_size);
-    p.max_groups = std::max(p.max_groups, groups);
-    p.max_kept = std::max(p.max_kept, p.kept_of(groups, seq.length(b) - 1));
-  }
-  // Scores of groups are written block by block.
-  p.max_groups = (p.max_groups + p.packed.groups - 1) / p.packed.groups * p.packed.groups;
-  p.max_candidates = p.max_kept * p.packed.group_pages + p.packed.pages;
+  p.count();
   const int64_t tokens = seq.batch * seq.q_len, units = tokens * p.num_kv_heads, heads = tokens * p.num_heads;
   const int64_t coarse = p.packed.coarse ? p.max_groups : 0;
   PackedScratch scratch;
-  scratch.floats = new_tensor({heads * (4 * p.packed.dim + 1 + coarse) + units * coarse}, ScalarType::Float);
+  scratch.floats = new_tensor({heads * (8 * p.packed.dim + 1 + coarse) + units * coarse}, ScalarType::Float);
   p.weights = static_cast<float*>(data_of(scratch.floats));
-  p.largest = p.weights + heads * 4 * p.packed.dim;
+  p.largest = p.weights + heads * 8 * p.packed.dim;
   p.coarse_raw = p.largest + heads;
   p.coarse_scores = p.coarse_raw + heads * coarse;
   scratch.kept = new_tensor({units * (p.max_kept + 1)}, ScalarType::Int);

@@ -127,6 +127,20 @@ struct PackParams {
   Packed packed;
   const int32_t* num_new;  // [batch]
   int64_t num_kv_heads, sink_pages;
+
+  // The blocks in which a row's last num_new tokens complete a group: [first_block, end_block).
+  int64_t first_block(int64_t b) const { return coded(before(b)) / seq.block_size; }
+  int64_t end_block(int64_t b) const {
+    const int64_t now = coded(seq.length(b)), then = coded(before(b));
+    return num_new[b] > 0 && now > then ? (now + seq.block_size - 1) / seq.block_size : first_block(b);
+  }
+
+ private:
+  int64_t before(int64_t b) const { return seq.length(b) > num_new[b] ? seq.length(b) - num_new[b] : 0; }
+  int64_t coded(int64_t length) const {
+    const int64_t group = packed.group_pages * seq.page_size;
+    return length / group * group;
+  }
 };
 
 // A budget in tokens; as a fraction of the `visible` ones where that is given.
@@ -149,7 +163,8 @@ struct PackedScoreParams {
   float slack, coarse_slack, softmax_scale;
   GroupRule rule;
   int64_t max_weight;
-  float* weights;        // [batch, q_len, 2, 2, num_heads, dim]: of pages and coarse ones, of maxima and minima
+  float* weights;        // [batch, q_len, 2, 4, num_heads, dim]: of pages and coarse ones; of maxima and minima, and
+                         // both in units that make the head's largest |query| `max_weight`
   float* largest;        // [batch, q_len, num_heads]: of a head's |query|
   float* coarse_raw;     // [batch, q_len, num_heads, max_groups], null without coarse codes
   float* coarse_scores;  // [batch, q_len, num_kv_heads, max_groups]
@@ -196,6 +211,19 @@ struct PackedScoreParams {
     kept = kept < most ? kept : most;
     kept = kept > least ? kept : least;
     return kept < total ? kept : total;
+  }
+  // The most groups and candidates that a token has.
+  void count() {
+    max_groups = max_kept = 0;
+    for (int64_t b = 0; b < seq.batch; b++) {
+      const int64_t groups = seq.length(b) / (packed.group_pages * seq.page_size),
+                    kept = kept_of(groups, seq.length(b) - 1);
+      max_groups = groups > max_groups ? groups : max_groups;
+      max_kept = kept > max_kept ? kept : max_kept;
+    }
+    // Scores of groups are written block by block.
+    max_groups = (max_groups + packed.groups - 1) / packed.groups * packed.groups;
+    max_candidates = max_kept * packed.group_pages + packed.pages;
   }
   int64_t candidates(const Span& s, int64_t b, int64_t unit) const {
     const int64_t open = last_page(s, b) - coded_pages(s);

@@ -11,21 +11,12 @@ constexpr int64_t kTasksPerThread = 4;
 
 void run(const PackParams& p) {
   const Sequences& seq = p.seq;
-  // Blocks in which a row's last num_new tokens complete a group.
-  const int64_t size = p.packed.group_pages * seq.page_size;
-  auto coded = [&](int64_t length) { return length / size * size; };  // tokens that have codes
-  auto first = [&](int64_t b) { return coded(std::max<int64_t>(0, seq.length(b) - p.num_new[b])) / seq.block_size; };
-  auto end = [&](int64_t b) {
-    const bool any =
-        p.num_new[b] > 0 && coded(seq.length(b)) > coded(std::max<int64_t>(0, seq.length(b) - p.num_new[b]));
-    return any ? ceil_div(coded(seq.length(b)), seq.block_size) : first(b);
-  };
   int64_t most = 0;
-  for (int64_t b = 0; b < seq.batch; b++) most = std::max(most, end(b) - first(b));
+  for (int64_t b = 0; b < seq.batch; b++) most = std::max(most, p.end_block(b) - p.first_block(b));
   run_tasks(seq.batch * most * p.num_kv_heads, seq.batch * most * p.num_kv_heads * seq.block_size * p.packed.dim,
             [&](int64_t i) {
-              const int64_t b = i / p.num_kv_heads / most, index = first(b) + i / p.num_kv_heads % most;
-              if (index < end(b)) kernels().pack(p, b, i % p.num_kv_heads, index);
+              const int64_t b = i / p.num_kv_heads / most, index = p.first_block(b) + i / p.num_kv_heads % most;
+              if (index < p.end_block(b)) kernels().pack(p, b, i % p.num_kv_heads, index);
             });
 }
 

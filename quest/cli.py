@@ -33,6 +33,7 @@ class Dtype(StrEnum):
 
 class Preset(StrEnum):
     default = "default"
+    long = "long"
     paper = "paper"
 
 
@@ -103,7 +104,9 @@ def demo(
     budgets: Annotated[str, typer.Option(help="Tokens read per KV head and step, separated by commas.")] = (
         "64,128,256,512,1024"
     ),
-    preset: Annotated[Preset, typer.Option(help="How pages are scored and which layers stay dense.")] = Preset.default,
+    preset: Annotated[
+        Preset, typer.Option(help="How the cache is summarised and scored, and which layers stay dense.")
+    ] = Preset.default,
     context: Annotated[int, typer.Option(min=1, help="Length of a passkey prompt in tokens.")] = 7000,
     depths: Annotated[int, typer.Option(min=1, help="Places where a passkey is hidden, a prompt each.")] = 4,
     further_tokens: Annotated[int, typer.Option(min=1, help="Tokens of English to compare with dense.")] = 64,
@@ -438,7 +441,7 @@ def presets(preset: Preset, budgets: list[int]) -> Any:
     """The preset's config; every budget is tried on it, so that a bad one is an error before anything is loaded."""
     from quest import QuestConfig
 
-    made = QuestConfig.paper() if preset is Preset.paper else QuestConfig()
+    made = {"default": QuestConfig, "long": QuestConfig.long, "paper": QuestConfig.paper}[preset.value]()
     for budget in budgets:
         made.replace(budget=budget)
     return made

@@ -220,19 +220,26 @@ def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, 
     above, below = torch.where(q > 0, toward, against) * q, torch.where(q > 0, against, toward) * q
     most = packing.max_weight(q.shape[-1])
     step = codes["step"]  # [blocks, dim]
-    scale = q.abs().amax(-1)[:, None] * step.amax(-1)  # [group, blocks]
-    inverse = torch.where(scale > 1e-30, most / scale, 0.0)[..., None]
+    largest, top = q.abs().amax(-1, keepdim=True), step.amax(-1, keepdim=True)  # [group, 1], [blocks, 1]
+    part = torch.where(top > 0, step * _lift(top) * (1 / (top * _lift(top))), 0.0)  # of the largest step
     # An upper edge is one step above its cell's lower edge.
     base = torch.einsum("gd,bd->gb", q, codes["lo"]) + torch.einsum("gd,bd->gb", above, step)
+    lift = _lift(largest)
+    up, down = (torch.where(largest > 0, x * lift * (most / (largest * lift)), 0.0) for x in (above, below))
+    terms = [(up, level + "high"), (down, level + "low")]
     if packing.single and not level:
-        terms = [(above + below, "low")]
-    else:
-        terms = [(above, level + "high"), (below, level + "low")]
+        terms = [(up + down, "low")]
     products = torch.zeros(())
     for weight, name in terms:
-        weight = (weight[:, None] * (step * inverse)).ceil()  # [group, blocks, dim]
+        weight = (weight[:, None] * part).ceil()  # [group, blocks, dim]
         products = products + torch.einsum("gbd,bpd->gbp", weight.double(), codes[name].double())
-    return (base[..., None] + products.float() * (scale * torch.tensor(1 / most))[..., None]).flatten(1)
+    unit = (largest * top.T) * torch.tensor(1 / most)  # [group, blocks]
+    return (base[..., None] + products.float() * unit[..., None]).flatten(1)
+
+
+def _lift(x: Tensor) -> Tensor:
+    """What makes reciprocals of very small numbers finite."""
+    return torch.where(x < 1e-30, 2.0**100, 1.0)
 
 
 def decode_packed(

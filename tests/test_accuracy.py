@@ -25,6 +25,7 @@ from quest.bench.accuracy_store import Store
 from quest.bench.paged_reader import Paged
 from quest.bench.selection import Evict, OraclePages, QuestPages, Window
 from quest.bench.simulate import Prompt, Simulated, read_prompt
+from quest.bytes import step_bytes
 from quest.passkey import document
 
 PROMPT, END = 240, 272
@@ -110,7 +111,7 @@ def test_bytes_of_methods() -> None:
     assert counted(METHODS["oracle-1"], 64)["bytes_per_token"] == 64 * row
     assert counted(METHODS["window"], 64)["bytes_per_token"] == 64 * row
     assert counted(METHODS["snapkv"], 64)["bytes_per_token"] == pytest.approx((64 + 8.5) * row)  # 1 to 16 new tokens
-    for method in (METHODS["ours"], METHODS["ours-page-4"]):
+    for method in (METHODS["ours-page-16"],):
         found = counted(method, 64)
         config = method.at(64)
         assert config is not None
@@ -119,6 +120,12 @@ def test_bytes_of_methods() -> None:
         assert found["bytes_per_token"] < 64 * row + sum(pages) / 16 * 3 * 2 * 32 + 1
         assert found["recall"] == pytest.approx(1 - found["lost_mass"])
         assert len(found["recall_by_layer"]) == 3
+    packed = METHODS["ours"].at(64)
+    assert packed is not None
+    steps = [step_bytes(n, packed, num_heads=6, num_kv_heads=2, head_dim=8, itemsize=2) for n in contexts]
+    found = counted(METHODS["ours"], 64)
+    assert found["bytes_per_token"] == pytest.approx(3 * sum(read.total for read in steps) / 16)
+    assert found["summary_bytes_per_token"] == pytest.approx(sum(read.summaries for read in steps) / 2 / sum(contexts))
 
 
 def test_numbers() -> None:

@@ -124,8 +124,8 @@ def test_bench_decode_computes_what_it_times(ragged: bool, preset: str) -> None:
 
     shape = shapes.Shape(1600, 3, 1600, "float32", 6, 2, 16, ragged, preset)
     query = torch.randn(3, 1, 6, 16)
-    config, less = shape.config, 0 if preset == "pages16" else 128
-    assert shape.lengths == [length - less for length in ([400, 1000, 1600] if ragged else [1600] * 3)]
+    config, whole = shape.config, [400, 1000, 1600] if ragged else [1600] * 3
+    assert shape.lengths == (whole if preset == "pages16" else [length // 16 * 16 - 8 for length in whole])
     plain = shapes.plain_layers(shape, 1)[0]
     torch.testing.assert_close(decode.sdpa_best(query, plain), decode.sdpa_default(query, plain))
     layer = shapes.paged_layers(shape, config, 1)[0]
@@ -144,10 +144,9 @@ def test_bench_counts_products_of_codes() -> None:
     from quest.bench.shapes import Shape
 
     shape = Shape(2048, 1, 64, "bfloat16", 4, 2, 32, preset="default")
-    read, groups = shape.bytes(shape.config), 7 * 16
-    kept = -(-groups // 6)
-    assert read.coarse == 2 * groups * 32 * 2 * 2 // 8
-    per_head = 64 * 2 * 32 + groups * 32 * 2 + kept * 16 * 32 + 7 * 2 * 32 + 2 * 32 * (128 - 16)
+    read, blocks, kept = shape.bytes(shape.config), 8, 32  # a quarter of 127 groups: 2,040 tokens
+    assert (read.coarse, read.open) == (2 * blocks * 16 * 32 * 2 * 2 // 8, 0)
+    per_head = 64 * 2 * 32 + blocks * 16 * 32 * 2 + kept * 16 * 32 + blocks * 2 * 32
     assert shape.fmas(read, shape.config) == 4 * per_head
 
 

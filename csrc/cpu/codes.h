@@ -60,6 +60,9 @@ QUEST_INLINE IVec ceil_to_int(Vec x) {
 #endif
 }
 
+// What makes reciprocals of very small numbers finite.
+QUEST_INLINE float lift_of(float x) { return x < 1e-30f ? 0x1p100f : 1.0f; }
+
 // Codes of one level: of coarse pages, of pages, or of pages of one token, which have one code per channel.
 struct Level {
   int64_t words, lanes;
@@ -115,15 +118,12 @@ struct BlockWeights {
       if (d * 4 % 64 == 0) prefetch(soon + d * 4);
       tops = max_known(tops, load(step + d));
     }
-    const float top = largest(tops), most = static_cast<float>(p.max_weight);
-    const float* above = p.weights + ((4 * token + 2 * level.coarse) * p.num_heads + first_head) * dim;
-    const float* below = above + p.num_heads * dim;
-    float inverse[H];
-    for (int h = 0; h < H; h++) {
-      const float scale = p.largest[token * p.num_heads + first_head + h] * top;
-      inverse[h] = scale > 1e-30f ? most / scale : 0.0f;
-      unit[h] = scale * (1.0f / most);
-    }
+    const float top = largest(tops), lift = lift_of(top), inverse = top > 0 ? 1.0f / (top * lift) : 0.0f;
+    const int64_t size = p.num_heads * dim;
+    const float* above = p.weights + (2 * token + level.coarse) * 4 * size + first_head * dim;
+    const float *below = above + size, *up = below + size, *down = up + size;  // the latter two in integer units
+    for (int h = 0; h < H; h++)
+      unit[h] = p.largest[token * p.num_heads + first_head + h] * top * (1.0f / static_cast<float>(p.max_weight));
     Vec sums[H] = {};
     auto put = [&](int h, int64_t d, IVec first, IVec second) {
       const IVec pair = (first & 0xffff) | (IVec)((UVec)second << 16);
@@ -131,22 +131,24 @@ struct BlockWeights {
     };
     for (int64_t d = 0; d < (Single ? half : dim); d += W) {
       // An upper edge is one step above its cell's lower edge.
-      const Vec s = load(step + d), low = load(lo + d), high = low + s;
+      const Vec s = load(step + d), low = load(lo + d), high = low + s, part = s * lift * inverse;
       if constexpr (Single) {
-        const Vec t = load(step + d + half), low2 = load(lo + d + half), high2 = low2 + t;
+        const Vec s2 = load(step + d + half), low2 = load(lo + d + half), high2 = low2 + s2,
+                  part2 = s2 * lift * inverse;
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
-          const float *a = above + h * dim + d, *b = below + h * dim + d;
-          const Vec a1 = load(a), b1 = load(b), a2 = load(a + half), b2 = load(b + half);
-          sums[h] += a1 * high + b1 * low + a2 * high2 + b2 * low2;
-          put(h, d, ceil_to_int((a1 + b1) * (s * inverse[h])), ceil_to_int((a2 + b2) * (t * inverse[h])));
+          const int64_t at = h * dim + d, at2 = at + half;
+          sums[h] += load(above + at) * high + load(below + at) * low;
+          sums[h] += load(above + at2) * high2 + load(below + at2) * low2;
+          put(h, d, ceil_to_int((load(up + at) + load(down + at)) * part),
+              ceil_to_int((load(up + at2) + load(down + at2)) * part2));
         }
       } else {
 #pragma GCC unroll 4
         for (int h = 0; h < H; h++) {
-          const Vec a = load(above + h * dim + d), b = load(below + h * dim + d), unit_steps = s * inverse[h];
-          sums[h] += a * high + b * low;
-          put(h, d, ceil_to_int(a * unit_steps), ceil_to_int(b * unit_steps));
+          const int64_t at = h * dim + d;
+          sums[h] += load(above + at) * high + load(below + at) * low;
+          put(h, d, ceil_to_int(load(up + at) * part), ceil_to_int(load(down + at) * part));
         }
       }
     }

@@ -8,23 +8,28 @@
 namespace quest::cpu::QUEST_ISA {
 
 // The weights of maxima and of minima for one token's query heads, of pages and of coarse ones, and each head's largest
-// |query|.
+// |query|. Small numbers are lifted first, so that no reciprocal overflows.
 void weigh_packed(const PackedScoreParams& p, int64_t token) {
-  const int64_t b = token / p.seq.q_len, t = token % p.seq.q_len, dim = p.packed.dim;
+  const int64_t b = token / p.seq.q_len, t = token % p.seq.q_len, dim = p.packed.dim, size = p.num_heads * dim;
   alignas(64) float query[kMaxHeadDim];
   for (int64_t h = 0; h < p.num_heads; h++) {
     load_query(static_cast<float*>(nullptr), p.query, b, t, h, query, dim);
-    for (int level = 0; level < 2; level++) {
-      const float slack = level ? p.coarse_slack : p.slack, toward = (1 + slack) / 2, against = (1 - slack) / 2;
-      float *above = p.weights + ((4 * token + 2 * level) * p.num_heads + h) * dim, *below = above + p.num_heads * dim;
-      for (int64_t d = 0; d < dim; d++) {
-        above[d] = query[d] * (query[d] > 0 ? toward : against);
-        below[d] = query[d] * (query[d] > 0 ? against : toward);
-      }
-    }
     float most = 0;
     for (int64_t d = 0; d < dim; d++) most = max_known(most, query[d] < 0 ? -query[d] : query[d]);
     p.largest[token * p.num_heads + h] = most;
+    const float lift = lift_of(most), inverse = most > 0 ? static_cast<float>(p.max_weight) / (most * lift) : 0.0f;
+    for (int level = 0; level < 2; level++) {
+      const float slack = level ? p.coarse_slack : p.slack, toward = (1 + slack) / 2, against = (1 - slack) / 2;
+      float* to = p.weights + (2 * token + level) * 4 * size + h * dim;
+      for (int64_t d = 0; d < dim; d++) {
+        const float above = query[d] * (query[d] > 0 ? toward : against);
+        const float below = query[d] * (query[d] > 0 ? against : toward);
+        to[d] = above;
+        to[size + d] = below;
+        to[2 * size + d] = above * lift * inverse;
+        to[3 * size + d] = below * lift * inverse;
+      }
+    }
   }
 }
 
@@ -166,7 +171,7 @@ static void score_open_pages(T*, const PackedScoreParams& p, int64_t unit) {
   const int64_t open = p.coded_pages(u.span), index = open / p.packed.pages, block = seq.block(u.b, index);
   float* to =
       p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates + p.num_kept[unit] * p.packed.group_pages;
-  const float* above = p.weights + (4 * u.token * p.num_heads + u.first_head) * wide;
+  const float* above = p.weights + (8 * u.token * p.num_heads + u.first_head) * wide;
   const float* below = above + p.num_heads * wide;
   alignas(64) float low[kMaxHeadDim] = {}, high[kMaxHeadDim] = {};
   for (int64_t page = open; page < last_page; page++, to++) {

@@ -223,11 +223,9 @@ static void pack() {
                      .num_new = get("num_new").data<int32_t>(),
                      .num_kv_heads = k_cache.size[1],
                      .sink_pages = integer("sink_pages")};
-  for (int64_t b = 0; b < p.seq.batch; b++) {
-    const int64_t length = p.seq.length(b), first = std::max<int64_t>(0, length - p.num_new[b]) / p.seq.block_size;
-    for (int64_t i = first; p.num_new[b] > 0 && i < length / p.seq.block_size; i++)
+  for (int64_t b = 0; b < p.seq.batch; b++)
+    for (int64_t i = p.first_block(b); i < p.end_block(b); i++)
       for (int64_t h = 0; h < p.num_kv_heads; h++) kernels().pack(p, b, h, i);
-  }
 }
 
 // What of it a token and KV head scores, each step in two parts.
@@ -267,17 +265,12 @@ static void score_packed() {
   p.softmax_scale = real("softmax_scale");
   p.rule = static_cast<GroupRule>(integer("group_rule"));
   p.max_weight = std::min<int64_t>(32766, INT32_MAX / (2 * packed.dim * (packed.cells() - 1)));
-  for (int64_t b = 0; b < p.seq.batch; b++) {
-    const int64_t length = p.seq.length(b), groups = length / p.seq.block_size * packed.groups;
-    p.max_groups = std::max(p.max_groups, groups);
-    p.max_kept = std::max(p.max_kept, p.kept_of(groups, length - 1));
-  }
-  p.max_candidates = p.max_kept * packed.group_pages + packed.pages;
+  p.count();
   const int64_t batch = p.seq.batch, q_len = p.seq.q_len, heads = p.num_heads, kv_heads = p.num_kv_heads;
   auto floats = [&](const string& name, int64_t rows, int64_t n) {
     return output(name, "float32", {batch, q_len, rows, n}).data<float>();
   };
-  p.weights = floats("weights", 4 * heads, packed.dim);
+  p.weights = floats("weights", 8 * heads, packed.dim);
   p.largest = floats("largest", heads, 1);
   p.coarse_raw = floats("coarse_raw", heads, p.max_groups);
   p.coarse_scores = floats("coarse_scores", kv_heads, p.max_groups);
@@ -295,7 +288,7 @@ static void score_packed() {
     kernels().weigh_packed(p, token);
     for (int64_t unit = token * kv_heads; span.pos >= 0 && unit < (token + 1) * kv_heads; unit++) {
       score_unit(p, unit, span, token / q_len);
-      const int64_t in_groups = p.num_kept[unit] * size, open = p.full_blocks(span) * packed.pages;
+      const int64_t in_groups = p.num_kept[unit] * size, open = p.coded_pages(span);
       for (int64_t row = unit * of_unit; row < (unit + 1) * of_unit; row++) {
         const float* from = (p.scores ? p.scores : p.raw) + row * p.max_candidates;
         for (int64_t c = 0; c < p.candidates(span, token / q_len, unit); c++)
@@ -329,7 +322,8 @@ static void select() {
                        .budget = integer("budget"),
                        .budget_fraction = *get("budget_fraction").data<double>(),
                        .sink_pages = integer("sink_pages"),
-                       .recent_pages = integer("recent_pages")};
+                       .recent_pages = integer("recent_pages"),
+                       .packed = nullptr};
   for (int64_t i = 0; i < batch * q_len * heads; i++) kernels().select(p, i);
 }
 
