@@ -218,7 +218,7 @@ def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, 
     q = torch.nn.functional.pad(q, (0, codes["lo"].shape[-1] - q.shape[-1]))
     toward, against = (1 + torch.tensor(slack)) / 2, (1 - torch.tensor(slack)) / 2
     above, below = torch.where(q > 0, toward, against) * q, torch.where(q > 0, against, toward) * q
-    most = packing.max_weight(q.shape[-1])
+    most = torch.tensor(float(packing.max_weight(q.shape[-1])))
     step = codes["step"]  # [blocks, dim]
     largest, top = q.abs().amax(-1, keepdim=True), step.amax(-1, keepdim=True)  # [group, 1], [blocks, 1]
     part = torch.where(top > 0, step * _lift(top) * (1 / (top * _lift(top))), 0.0)  # of the largest step
@@ -233,7 +233,7 @@ def _score_codes(q: Tensor, codes: dict[str, Tensor], level: str, slack: float, 
     for weight, name in terms:
         weight = (weight[:, None] * part).ceil()  # [group, blocks, dim]
         products = products + torch.einsum("gbd,bpd->gbp", weight.double(), codes[name].double())
-    unit = (largest * top.T) * torch.tensor(1 / most)  # [group, blocks]
+    unit = (largest * top.T) * (1 / most)  # [group, blocks]
     return (base[..., None] + products.float() * unit[..., None]).flatten(1)
 
 
