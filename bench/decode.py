@@ -85,8 +85,8 @@ def measure(
 ) -> dict[str, Any]:
     config, all_tokens = shape.config, shape.dense_config
     read, read_dense = shape.bytes(config), shape.bytes(all_tokens)
-    paged = paged_layers(shape, config, copies(read.total))
-    plain = plain_layers(shape, copies(read_dense.total))
+    paged = paged_layers(shape, config, copies(read.total, read.dense))
+    plain = plain_layers(shape, copies(read_dense.total, read_dense.dense))
     paged_turn, plain_turn = itertools.cycle(paged), itertools.cycle(plain)
     new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
     query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)

@@ -73,9 +73,15 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
-def copies(touched: int) -> int:
-    """Layers that must take turns until what a step touches has left the last-level cache by its next turn."""
-    return max(1, -(-4 * last_level_cache() // max(1, touched)))
+def copies(touched: int, size: int) -> int:
+    """Layers that must take turns until what a step touches has left the last-level cache by its next turn.
+
+    Where four times that cache would be more than a quarter of the machine's memory, as layers of `size` bytes of which
+    a step touches little, it is half as many.
+    """
+    wanted = max(1, -(-4 * last_level_cache() // max(1, touched)))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return wanted if wanted * size <= memory // 4 else -(-wanted // 2)
 
 
 class Reader:

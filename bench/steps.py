@@ -46,7 +46,7 @@ def run(shapes: Sequence[Shape], *, rounds: int = 20, console: Console | None = 
 def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     config, packing = shape.config, packing_of(shape.config)
     setting, read = config.layer(0), shape.bytes(config)
-    layers = paged_layers(shape, config, copies(read.total))
+    layers = paged_layers(shape, config, copies(read.total, read.dense))
     new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
     query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)
     one = torch.ones(shape.batch, dtype=torch.int32)
