@@ -94,7 +94,7 @@ def draw_panel(axis: Any, rows: Rows, value: Callable[[dict[str, Any]], float | 
             axis.plot(*zip(*points, strict=True), label=method, clip_on=False, **style(method))
             empty = False
     if empty:
-        axis.text(0.5, 0.5, "no task that dense attention solves", ha="center", transform=axis.transAxes)
+        axis.text(0.5, 0.5, "no task measured here that dense attention solves", ha="center", transform=axis.transAxes)
 
 
 def style(method: str) -> dict[str, Any]:
