@@ -137,7 +137,7 @@ class PagedKVCache:
     def append(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         """Store a layer's new keys and values [batch, q_len, num_kv_heads, head_dim] and summarise their pages."""
         self._check_step("append", layer, key, value, step)
-        if self._pools.packing is not None and not bool((key.abs() <= MAX_KEY).all()):
+        if self._pools.packing is not None and not _is_finite(key) and not _is_finite(key[step.slot_mapping >= 0]):
             raise ValueError(f"append: key must be finite and at most {MAX_KEY:g} where summaries are packed")
         k_cache, v_cache, *_ = self._pools.layer(layer, key, value, self.num_blocks)
         ops.append(key, value, k_cache, v_cache, step.slot_mapping, check=False)
@@ -409,6 +409,10 @@ class PagedKVCache:
                 f"{op}: key and value must agree in heads and dtype and be on the cache's device {self.device}, got "
                 f"{[*key.shape]} {key.dtype} on {key.device} and {[*value.shape]} {value.dtype} on {value.device}"
             )
+
+
+def _is_finite(key: Tensor) -> bool:
+    return bool((key.abs() <= MAX_KEY).all())
 
 
 def _check_int(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:

@@ -506,6 +506,18 @@ def test_any_history_reads_like_a_fresh_cache(data: st.DataObject) -> None:
         assert torch.allclose(output(cache, row, extra, row), output(alone, 0, extra, row), rtol=1e-5, atol=1e-6)
 
 
+def test_padding_may_hold_anything():
+    """Keys that no slot takes are neither stored nor looked at."""
+    config = QuestConfig(page_size=4, coarse_size=16, summary_bits=4, block_size=64, budget=64, sink_tokens=4,
+                         recent_tokens=4)  # fmt: skip
+    keys = torch.randn(1, 70, HEADS, DIM)
+    keys[:, :6] = NAN
+    cache = PagedKVCache(1, config=config)
+    cache.append(0, keys, keys, cache.extend(torch.arange(70)[None] >= 6))
+    assert cache.lengths == [64]
+    assert cache.dense(0)[0].equal(keys[:, 6:].transpose(1, 2))
+
+
 def test_a_shared_block_is_not_packed_for_a_row_that_stores_nothing():
     """Rows share an open block; one grows past it. The other's block is as it was."""
     config = QuestConfig(page_size=4, coarse_size=16, summary_bits=4, block_size=64, budget=64, sink_tokens=4,
