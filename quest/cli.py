@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -441,7 +441,12 @@ def presets(preset: Preset, budgets: list[int]) -> Any:
     """The preset's config; every budget is tried on it, so that a bad one is an error before anything is loaded."""
     from quest import QuestConfig
 
-    made = {"default": QuestConfig, "long": QuestConfig.long, "paper": QuestConfig.paper}[preset.value]()
+    makers: dict[str, Callable[..., QuestConfig]] = {
+        "default": QuestConfig,
+        "long": QuestConfig.long,
+        "paper": QuestConfig.paper,
+    }
+    made = makers[preset.value]()
     for budget in budgets:
         made.replace(budget=budget)
     return made
