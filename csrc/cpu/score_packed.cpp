@@ -168,7 +168,9 @@ static void score_open_pages(T*, const PackedScoreParams& p, int64_t unit) {
   const Unit u(p, unit);
   const int64_t dim = p.k_cache.dim, wide = p.packed.dim;
   const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
-  const int64_t open = p.coded_pages(u.span), index = open / p.packed.pages, block = seq.block(u.b, index);
+  const int64_t open = p.coded_pages(u.span), index = open / p.packed.pages;
+  if (open >= last_page) return;  // the table may end here
+  const int64_t block = seq.block(u.b, index);
   float* to =
       p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates + p.num_kept[unit] * p.packed.group_pages;
   const float* above = p.weights + (8 * u.token * p.num_heads + u.first_head) * wide;
