@@ -46,13 +46,10 @@ Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& pa
   const auto* from = static_cast<const float*>(data_of(scratch.candidates));
   for (int64_t row = 0; row < seq.batch * seq.q_len * heads; row++, to += seq.max_pages, from += p.max_candidates) {
     for (int64_t i = 0; i < seq.max_pages; i++) to[i] = -INFINITY;
-    const int64_t unit = row / of_unit, token = unit / p.num_kv_heads, size = layout.group_pages;
+    const int64_t unit = row / of_unit, token = unit / p.num_kv_heads;
     const Span span = seq.span(token / seq.q_len, token % seq.q_len);
     if (span.pos < 0) continue;
-    const int32_t* kept = p.kept + unit * p.max_kept;
-    const int64_t in_groups = p.num_kept[unit] * size, open = p.coded_pages(span);
-    for (int64_t c = 0; c < p.candidates(span, token / seq.q_len, unit); c++)
-      to[c < in_groups ? kept[c / size] * size + c % size : open + c - in_groups] = from[c];
+    for (int64_t c = 0; c < p.candidates(span, token / seq.q_len, unit); c++) to[p.page_of(span, unit, c)] = from[c];
   }
   return scores;
 }

@@ -212,6 +212,11 @@ struct PackedScoreParams {
     kept = kept > least ? kept : least;
     return kept < total ? kept : total;
   }
+  // The page of a unit's i-th candidate.
+  int64_t page_of(const Span& s, int64_t unit, int64_t i) const {
+    const int64_t size = packed.group_pages, in_groups = num_kept[unit] * size;
+    return i < in_groups ? kept[unit * max_kept + i / size] * size + i % size : coded_pages(s) + i - in_groups;
+  }
   // The most groups and candidates that a token has.
   void count() {
     max_groups = max_kept = 0;

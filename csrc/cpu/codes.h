@@ -50,16 +50,6 @@ QUEST_INLINE IVec permute(IVec x, IVec from) {
 #endif
 }
 
-// x rounded up
-QUEST_INLINE IVec ceil_to_int(Vec x) {
-#if defined(__AVX512F__)
-  return (IVec)_mm512_maskz_cvt_roundps_epi32(0xffff, (__m512)x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-#else
-  const IVec n = __builtin_convertvector(x, IVec);
-  return n - (IVec)(__builtin_convertvector(n, Vec) < x);
-#endif
-}
-
 // What makes reciprocals of very small numbers finite.
 QUEST_INLINE float lift_of(float x) { return x < 1e-30f ? 0x1p100f : 1.0f; }
 

@@ -34,10 +34,6 @@ QUEST_INLINE IVec floor_to_int(Vec x) {
   const IVec n = __builtin_convertvector(x, IVec);
   return n + (IVec)(__builtin_convertvector(n, Vec) > x);
 }
-QUEST_INLINE IVec ceil_to_int(Vec x) {
-  const IVec n = __builtin_convertvector(x, IVec);
-  return n - (IVec)(__builtin_convertvector(n, Vec) < x);
-}
 QUEST_INLINE IVec least(IVec a, IVec b) { return a < b ? a : b; }
 QUEST_INLINE IVec most(IVec a, IVec b) { return a > b ? a : b; }
 

@@ -213,13 +213,10 @@ void score_open(const PackedScoreParams& p, int64_t unit) {
 // The group rule over a unit's candidates; the first and the last ones may be forced, or outside the window.
 void agree_packed(const PackedScoreParams& p, int64_t unit) {
   const Unit u(p, unit);
-  const int64_t size = p.packed.group_pages, in_groups = p.num_kept[unit] * size;
-  const int64_t open = p.coded_pages(u.span), n = p.candidates(u.span, u.b, unit);
   const int64_t first_page = p.first_page(u.span), last_page = p.last_page(u.span, u.b);
-  const int32_t* kept = p.kept + unit * p.max_kept;
   float* to = p.scores + unit * p.max_candidates;
-  auto page = [&](int64_t i) { return i < in_groups ? kept[i / size] * size + i % size : open + i - in_groups; };
-  int64_t begin = 0, end = n;
+  auto page = [&](int64_t i) { return p.page_of(u.span, unit, i); };
+  int64_t begin = 0, end = p.candidates(u.span, u.b, unit);
   for (; begin < end && page(begin) < first_page; begin++) to[begin] = -kInf;
   for (; end > begin && page(end - 1) >= last_page; end--) to[end - 1] = -kInf;
   const float* raw = p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates;

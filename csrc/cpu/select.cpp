@@ -8,25 +8,17 @@ namespace quest::cpu::QUEST_ISA {
 // after them.
 class Scored {
  public:
-  Scored(const SelectParams& p, int64_t unit, const Span& span) : packed_(p.packed) {
+  Scored(const SelectParams& p, int64_t unit, const Span& span) : packed_(p.packed), span_(span) {
     if (!packed_) {
       scores_ = p.scores + unit * p.seq.max_pages;
       return;
     }
-    const int64_t of = unit / (p.sel_heads / packed_->num_kv_heads);  // the unit of (batch, token, kv head)
+    unit_ = unit / (p.sel_heads / packed_->num_kv_heads);  // the unit of (batch, token, kv head)
     scores_ = p.scores + unit * packed_->max_candidates;
-    kept_ = packed_->kept + of * packed_->max_kept;
-    in_groups_ = packed_->num_kept[of] * packed_->packed.group_pages;
-    open_ = packed_->coded_pages(span);
-    n_ = packed_->candidates(span, of / packed_->num_kv_heads / p.seq.q_len, of);
+    n_ = packed_->candidates(span, unit_ / packed_->num_kv_heads / p.seq.q_len, unit_);
   }
   const float* at(int64_t place) const { return scores_ + place; }
-  int64_t page(int64_t place) const {
-    if (!packed_) return place;
-    if (place >= in_groups_) return open_ + place - in_groups_;
-    const int64_t size = packed_->packed.group_pages;
-    return kept_[place / size] * size + place % size;
-  }
+  int64_t page(int64_t place) const { return packed_ ? packed_->page_of(span_, unit_, place) : place; }
   // The first place whose page is at or after `page`.
   int64_t place(int64_t page) const {
     if (!packed_) return page;
@@ -43,9 +35,9 @@ class Scored {
 
  private:
   const PackedScoreParams* packed_;
+  const Span& span_;
   const float* scores_;
-  const int32_t* kept_ = nullptr;
-  int64_t in_groups_ = 0, open_ = 0, n_ = 0;
+  int64_t unit_ = 0, n_ = 0;
 };
 
 void select(const SelectParams& p, int64_t unit) {

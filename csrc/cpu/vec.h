@@ -264,6 +264,16 @@ QUEST_INLINE uint32_t bits_of(IVec held) {
 #endif
 }
 
+// x rounded up
+QUEST_INLINE IVec ceil_to_int(Vec x) {
+#if defined(__AVX512F__)
+  return (IVec)_mm512_maskz_cvt_roundps_epi32(0xffff, (__m512)x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+#else
+  const IVec n = __builtin_convertvector(x, IVec);
+  return n - (IVec)(__builtin_convertvector(n, Vec) < x);
+#endif
+}
+
 // exp(x) for x <= 0, relative error below 3e-7 down to -87.3; 0 below, NaN for NaN.
 // 2^n by the exponent bits, e^r on [-ln2/2, ln2/2] by the Taylor polynomial of degree 6.
 QUEST_INLINE Vec exp(Vec x) {

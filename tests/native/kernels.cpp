@@ -280,7 +280,7 @@ static void score_packed() {
   p.num_kept = output("num_kept", "int32", {batch, q_len, kv_heads}).data<int32_t>();
 
   // From candidates to pages.
-  const int64_t of_unit = p.scores ? 1 : heads / kv_heads, pages = p.seq.max_pages, size = packed.group_pages;
+  const int64_t of_unit = p.scores ? 1 : heads / kv_heads, pages = p.seq.max_pages;
   float* to = floats("scores", kv_heads * of_unit, pages);
   std::fill(to, to + batch * q_len * kv_heads * of_unit * pages, -INFINITY);
   for (int64_t token = 0; token < batch * q_len; token++) {
@@ -288,12 +288,10 @@ static void score_packed() {
     kernels().weigh_packed(p, token);
     for (int64_t unit = token * kv_heads; span.pos >= 0 && unit < (token + 1) * kv_heads; unit++) {
       score_unit(p, unit, span, token / q_len);
-      const int64_t in_groups = p.num_kept[unit] * size, open = p.coded_pages(span);
       for (int64_t row = unit * of_unit; row < (unit + 1) * of_unit; row++) {
         const float* from = (p.scores ? p.scores : p.raw) + row * p.max_candidates;
         for (int64_t c = 0; c < p.candidates(span, token / q_len, unit); c++)
-          to[row * pages +
-             (c < in_groups ? p.kept[unit * p.max_kept + c / size] * size + c % size : open + c - in_groups)] = from[c];
+          to[row * pages + p.page_of(span, unit, c)] = from[c];
       }
     }
   }
