@@ -9,6 +9,8 @@
 #define gridDim (::emulator::block.grid)
 
 using emulator::Place;
+using std::max;
+using std::min;
 
 inline void __syncthreads(Place at = EMULATOR_HERE) { emulator::block.barrier(at); }
 inline void __syncwarp(unsigned mask = 0xffffffffu, Place at = EMULATOR_HERE) {
