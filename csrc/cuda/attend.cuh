@@ -15,12 +15,12 @@ class Tiles {
  public:
   using L = Layout<T, D>;
 
-  __device__ Tiles(const AttendParams& p, const Unit& unit, const TokenWalk& walk, unsigned char* stages)
-      : walk_(walk), k_(p.k_cache, unit.kv_head), v_(p.v_cache, unit.kv_head), stages_(stages) {
+  __device__ Tiles(const AttendParams& p, const TokenWalk& walk, unsigned char* stages)
+      : p_(p), walk_(walk), stages_(stages) {
     TokenWalk::Page pages[L::kStages + 1];
     TokenWalk::Place places[L::kStages];
 #pragma unroll
-    for (int i = 0; i <= L::kStages; i++) pages[i] = walk.page(token(i));
+    for (int i = 0; i <= L::kStages; i++) pages[i] = walk.page(token_ + i * kStep);
 #pragma unroll
     for (int i = 0; i < L::kStages; i++) places[i] = walk.place(pages[i]);
 #pragma unroll
@@ -30,73 +30,78 @@ class Tiles {
   }
 
   // The stage that next() is the first to fill.
-  __device__ unsigned char* free_stage() const { return stages_ + (L::kStages - 1) * L::kStageBytes; }
+  __device__ unsigned char* free_stage() const { return stages_ + stage_ * L::kStageBytes; }
 
   // Wait for the next tile, and ask for another in place of the last; false if there is none.
   __device__ __forceinline__ bool next() {
-    const int i = ++tile_;
-    if (token(i) - threadIdx.x % L::kTokens >= walk_.tokens()) return false;
+    if (token_ / L::kTokens * L::kTokens >= walk_.tokens()) return false;
     cp_async_wait<L::kStages - 2>();
     __syncwarp();  // all lanes' copies are there, and all lanes are done with the last tile
-    now_ = stages_ + i % L::kStages * L::kStageBytes;
-    seen_ = asked_ & 0xffff;
-    asked_ >>= 16;
-    ask(walk_.rows(place_), (i + L::kStages - 1) % L::kStages, L::kStages - 2);
+    seen_ = static_cast<unsigned>(asked_) & kAll;
+    asked_ >>= L::kTokens;
+    ask(walk_.rows(place_), stage_, L::kStages - 2);
     place_ = walk_.place(page_);
-    page_ = walk_.page(token(i + L::kStages + 1));
+    page_ = walk_.page(token_ + (L::kStages + 1) * kStep);
+    token_ += kStep;
+    stage_ = stage_ == L::kStages - 1 ? 0 : stage_ + 1;
     return true;
   }
   __device__ __forceinline__ unsigned seen() const { return seen_; }  // a bit for each token
-  __device__ __forceinline__ const unsigned char* k() const { return now_; }
-  __device__ __forceinline__ const unsigned char* v() const { return now_ + L::kTileBytes; }
+  __device__ __forceinline__ const unsigned char* k() const { return stages_ + stage_ * L::kStageBytes; }
+  __device__ __forceinline__ const unsigned char* v() const { return k() + L::kTileBytes; }
 
  private:
-  // The lane's token of the warp's i-th tile.
-  __device__ __forceinline__ int64_t token(int i) const {
-    return (int64_t{i} * L::kWarps + threadIdx.x / 32) * L::kTokens + threadIdx.x % L::kTokens;
-  }
+  static constexpr int kStep = L::kWarps * L::kTokens;  // from one tile of a warp to its next
+  static constexpr unsigned kAll = (1u << L::kTokens) - 1;
+  using Masks = std::conditional_t<L::kTokens*(L::kStages - 1) <= 32, uint32_t, uint64_t>;
+
   // Into a stage, while `ahead` others are on their way.
   __device__ __forceinline__ void ask(TokenWalk::Rows rows, int stage, int ahead) {
-    const unsigned seen = __ballot_sync(~0u, rows.k >= 0) & ((1u << L::kTokens) - 1);
-    if (seen) copy_tile<T, D>(k_, v_, rows, stages_ + stage * L::kStageBytes);
+    const unsigned seen = __ballot_sync(~0u, rows.k >= 0) & kAll;
+    if (seen) copy_tile<T, D>(p_, rows, stages_ + stage * L::kStageBytes);
     cp_async_commit();
-    asked_ |= uint64_t{seen} << 16 * ahead;
+    asked_ |= Masks{seen} << L::kTokens * ahead;
   }
 
+  const AttendParams& p_;
   const TokenWalk& walk_;
-  const Head<T> k_, v_;
-  unsigned char *const stages_, *now_ = nullptr;
+  unsigned char* const stages_;
   TokenWalk::Place place_;
   TokenWalk::Page page_;
-  uint64_t asked_ = 0;  // what is seen of the tiles on their way, 16 bits each
+  Masks asked_ = 0;  // what is seen of the tiles on their way
   unsigned seen_ = 0;
-  int tile_ = -1;
+  int token_ = threadIdx.x / 32 * L::kTokens + threadIdx.x % L::kTokens;  // the lane's, of the next tile
+  int stage_ = L::kStages - 1;                                            // of the current tile
 };
 
 template <typename T, int D>
-__global__ void __launch_bounds__(Layout<T, D>::kThreads)
+__global__ void __launch_bounds__(Layout<T, D>::kThreads, 1)
     attend(const __grid_constant__ AttendParams p, const __grid_constant__ Divisors by) {
   using L = Layout<T, D>;
   QUEST_SHARED(shared);
-  const int splits = static_cast<int>(p.num_splits);
-  const int unit_index = blockIdx.x / splits, split = blockIdx.x % splits;
-  const Unit unit(p, unit_index);
-  const TokenWalk walk(p, by, unit, split);
-  Tiles<T, D> tiles(p, unit, walk, shared + L::kQueryBytes + threadIdx.x / 32 * L::kWarpBytes);
-  const Products<T, D> products(p, unit, shared, tiles.free_stage());
   Running<T, D> running;
-  while (tiles.next()) {
-    if (tiles.seen() == 0) continue;
-    Logits<T, D> x = {};
-    products.logits(tiles.k(), x);
-    running.weigh(x, tiles.seen(), p.softmax_scale, p.softcap);
-    products.mix(x, tiles.v(), running.sums);
+  {
+    const int splits = static_cast<int>(p.num_splits);
+    const Unit unit(p, blockIdx.x / splits);
+    const TokenWalk walk(p, by, unit, blockIdx.x % splits);
+    Tiles<T, D> tiles(p, walk, shared + L::kQueryBytes + threadIdx.x / 32 * L::kWarpBytes);
+    const Products<T, D> products(p, unit, shared, tiles.free_stage());
+    while (tiles.next()) {
+      if (tiles.seen() == 0) continue;
+      Logits<T, D> x = {};
+      products.logits(tiles.k(), x);
+      running.weigh(x, tiles.seen(), p.softmax_scale, p.softcap);
+      products.mix(x, tiles.v(), running.sums);
+    }
   }
 
   __syncthreads();  // all warps are done with their tiles, whose memory now takes the results
   WarpParts<T, D> parts(shared);
   parts.leave(running);
   __syncthreads();
+  const int block = anew(blockIdx.x), splits = static_cast<int>(p.num_splits);
+  const int unit_index = block / splits, split = block % splits;
+  const Unit unit(p, unit_index);
   if (splits == 1)
     each_quarter<D>(p, unit, L::kThreads,
                     [&](int head, int column) { write(p, unit, head, column, parts.result(head, column)); });

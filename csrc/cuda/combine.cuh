@@ -48,7 +48,7 @@ class WarpParts {
         heads_(reinterpret_cast<float2*>(sums_ + L::kWarps * kTileHeads * L::kSumStride)) {}
 
   __device__ void leave(const Running<T, D>& x) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int thread = anew(threadIdx.x), warp = thread / 32, lane = thread % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = warp * kTileHeads + lane / 4 + 8 * r;

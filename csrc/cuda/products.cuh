@@ -91,7 +91,7 @@ class Products<float, D> {
 
   __device__ __forceinline__ void logits(const unsigned char* k, Logits<float, D>& x) const {
     const int lane = threadIdx.x % 32;
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int chunk = 0; chunk < L::kChunks; chunk++) {
       auto at = [&](const unsigned char* tile, int row) {
         return *reinterpret_cast<const float4*>(tile + L::offset(row, chunk));
@@ -108,11 +108,12 @@ class Products<float, D> {
 
   __device__ __forceinline__ void mix(const Logits<float, D>& weights, const unsigned char* v, Sums<D>& sums) const {
     const int lane = threadIdx.x % 32, quad = lane % 4;
-#pragma unroll
+#pragma unroll kUnroll
     for (int token = 0; token < L::kTokens; token++) {
       const int owner = lane / 4 * 4 + token / 2;
-      const float w[2] = {__shfl_sync(~0u, weights[0][token % 2], owner),
-                          __shfl_sync(~0u, weights[0][2 + token % 2], owner)};
+      const bool odd = token % 2;
+      const float w[2] = {__shfl_sync(~0u, odd ? weights[0][1] : weights[0][0], owner),
+                          __shfl_sync(~0u, odd ? weights[0][3] : weights[0][2], owner)};
 #pragma unroll
       for (int n = 0; n < D / 8; n++) {
         const unsigned char* at = v + L::offset(token, 2 * n + quad / 2) + quad % 2 * sizeof(float2);
@@ -124,6 +125,8 @@ class Products<float, D> {
   }
 
  private:
+  static constexpr int kUnroll = D > 128 ? 1 : 2;  // what the registers beside the sums suffice for
+
   const unsigned char* query_;
 };
 

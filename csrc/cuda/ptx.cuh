@@ -63,16 +63,23 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 // those 8 further (b1), column g; of d: columns 2 q, 2 q + 1 of row g, then of row g + 8.
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#define QUEST_MMA(type)                                                               \
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+#define QUEST_MMA(type)                                                      \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                 \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
   if constexpr (std::is_same_v<T, __half>)
     QUEST_MMA("f16");
   else
     QUEST_MMA("bf16");
 #undef QUEST_MMA
+}
+
+// x, of which the compiler then knows nothing: what follows from it is computed here, and need not stay in registers from
+// where it was computed before.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 }  // namespace quest::cuda

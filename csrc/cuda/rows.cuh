@@ -59,81 +59,75 @@ class TokenWalk {
   };
 
   __device__ TokenWalk(const AttendParams& p, const Divisors& by, const Unit& unit, int split)
-      : p_(p), by_(by), table_(p.seq.block_table + unit.b * p.seq.table_stride) {
-    pos_ = p.seq.length(unit.b) - p.seq.q_len + unit.t;
-    first_token_ = p.seq.window < 0 || pos_ + 1 <= p.seq.window ? 0 : pos_ + 1 - p.seq.window;
+      : p_(p), by_(by), kv_head_(unit.kv_head), table_(p.seq.block_table + unit.b * p.seq.table_stride) {
+    const auto pos = static_cast<int>(p.seq.length(unit.b) - p.seq.q_len + unit.t);
+    first_token_ = p.seq.window < 0 || pos < p.seq.window ? 0 : pos + 1 - static_cast<int>(p.seq.window);
+    seen_tokens_ = pos < 0 ? 0 : pos + 1 - first_token_;
+    end_page_ = pos < 0 ? 0 : by.page_size.quotient(pos) + 1;
     page_idx_ =
         p.page_idx + unit.b * p.idx_stride_batch + unit.t * p.idx_stride_token + unit.sel_head * p.idx_stride_head;
-    int64_t first = 0, pages = p.max_selected;
-    if (p.every_page) {
-      first = by.page_size.quotient(static_cast<int>(first_token_));
-      pages = pos_ < 0 ? 0 : by.page_size.quotient(static_cast<int>(pos_)) + 1 - first;
-    }
-    begin_ = first + pages * split / p.num_splits;
-    tokens_ = (first + pages * (split + 1) / p.num_splits - begin_) * by.page_size.by();
+    const int first = p.every_page ? by.page_size.quotient(first_token_) : 0;
+    const int64_t pages = p.every_page ? max(0, static_cast<int>(end_page_) - first) : p.max_selected;
+    const auto splits = static_cast<int>(p.num_splits);
+    begin_ = first + static_cast<int>(pages * split / splits);
+    tokens_ = (first + static_cast<int>(pages * (split + 1) / splits) - begin_) * by.page_size.by();
   }
 
-  __device__ int64_t tokens() const { return tokens_; }
+  __device__ __forceinline__ int tokens() const { return tokens_; }
 
-  __device__ __forceinline__ Page page(int64_t token) const {
+  __device__ __forceinline__ Page page(int token) const {
     if (token >= tokens_) return {-1, 0};
-    const int i = by_.page_size.quotient(static_cast<int>(token));
-    const int page = static_cast<int>(begin_) + i;
-    return {p_.every_page ? page : page_idx_[page], static_cast<int>(token) - i * by_.page_size.by()};
+    const int i = by_.page_size.quotient(token);
+    return {p_.every_page ? begin_ + i : page_idx_[begin_ + i], token - i * by_.page_size.by()};
   }
   __device__ __forceinline__ Place place(Page at) const {
-    const int64_t token = int64_t{at.page} * by_.page_size.by() + at.offset;
-    if (at.page < 0 || token < first_token_ || token > pos_) return {-1, 0};
+    if (static_cast<unsigned>(at.page) >= end_page_) return {-1, 0};
+    const unsigned token = at.page * static_cast<unsigned>(by_.page_size.by()) + at.offset;
+    if (token - first_token_ >= seen_tokens_) return {-1, 0};
     const int i = by_.pages_per_block.quotient(at.page);
-    const int block = table_[i], page = at.page - i * by_.pages_per_block.by();
-    return {block, page * by_.page_size.by() + at.offset};
+    return {table_[i], (at.page - i * by_.pages_per_block.by()) * by_.page_size.by() + at.offset};
   }
   __device__ __forceinline__ Rows rows(Place at) const {
     if (at.block < 0 || at.block >= p_.seq.num_blocks) return {-1, -1};
-    return {at.block * p_.k_cache.stride_block + at.row * p_.k_cache.stride_row,
-            at.block * p_.v_cache.stride_block + at.row * p_.v_cache.stride_row};
+    const int64_t head = anew(kv_head_);
+    auto row = [&](const Pool& pool) {
+      return head * pool.stride_head + at.block * pool.stride_block + at.row * pool.stride_row;
+    };
+    return {row(p_.k_cache), row(p_.v_cache)};
   }
 
  private:
   const AttendParams& p_;
   const Divisors& by_;
+  const int kv_head_;
   const int32_t *table_, *page_idx_;
-  int64_t pos_, first_token_, begin_, tokens_;
+  unsigned first_token_, seen_tokens_, end_page_;  // that the query token sees
+  int begin_, tokens_;                             // place of the split's first page, and its tokens
 };
 
-// One of K and V of a unit's KV head.
-template <typename T>
-struct Head {
-  const T* rows;
-  int chunks;  // of a row
-
-  __device__ Head(const Pool& pool, int kv_head)
-      : rows(static_cast<const T*>(pool.data) + kv_head * pool.stride_head),
-        chunks(static_cast<int>(pool.dim * sizeof(T) / kChunk)) {}
-
-  // Ask for the lane's chunks of a row.
-  template <int D>
-  __device__ __forceinline__ void copy(int64_t row, int token, unsigned char* tile) const {
-    constexpr int kPerChunk = kChunk / sizeof(T);
-#pragma unroll
-    for (int line = 0; line < Layout<T, D>::kChunks; line += kLine) {
-      const int chunk = line + threadIdx.x % kLine;
-      const bool valid = row >= 0 && chunk < chunks;
-      cp_async(tile + Layout<T, D>::offset(token, chunk), rows + (valid ? row + chunk * kPerChunk : 0), valid);
-    }
-  }
-};
-
-// Ask for a tile: K, then V. Lane i gives the rows of token i; rows of -1 become zeros, without being read.
+// Ask for the lane's chunks of a row of K or V; those beyond the row's end, and a row of -1, become zeros without being
+// read.
 template <typename T, int D>
-__device__ __forceinline__ void copy_tile(const Head<T>& k, const Head<T>& v, TokenWalk::Rows rows,
-                                          unsigned char* stage) {
+__device__ __forceinline__ void copy_row(const Pool& pool, int64_t row, int token, unsigned char* tile) {
+  constexpr int kPerChunk = kChunk / sizeof(T);
+#pragma unroll
+  for (int line = 0; line < Layout<T, D>::kChunks; line += kLine) {
+    const int chunk = line + threadIdx.x % kLine;
+    const bool valid = row >= 0 && chunk * kPerChunk < pool.dim;
+    const T* from = static_cast<const T*>(pool.data) + (valid ? row + chunk * kPerChunk : 0);
+    cp_async(tile + Layout<T, D>::offset(token, chunk), from, valid);
+  }
+}
+
+// Ask for a tile: K, then V. Lane i gives the rows of token i.
+template <typename T, int D>
+__device__ __forceinline__ void copy_tile(const AttendParams& p, TokenWalk::Rows rows, unsigned char* stage) {
   using L = Layout<T, D>;
 #pragma unroll
   for (int i = 0; i < L::kTokens; i += 32 / kLine) {
     const int token = i + threadIdx.x % 32 / kLine;
-    k.template copy<D>(__shfl_sync(~0u, rows.k, token), token, stage);
-    v.template copy<D>(__shfl_sync(~0u, rows.v, token), token, stage + L::kTileBytes);
+    copy_row<T, D>(p.k_cache, __shfl_sync(~0u, rows.k, token), token, stage);
+    copy_row<T, D>(p.v_cache, __shfl_sync(~0u, rows.v, token), token, stage + L::kTileBytes);
   }
 }
 
