@@ -82,7 +82,9 @@ def load() -> ctypes.CDLL:
     )
     build.run()
 
-    if not hasattr(torch.ops.quest_cuda, "archs"):  # a built quest._C_cuda may have registered them
+    try:
+        import quest._C_cuda  # noqa: F401  # no second one may register the schemas
+    except ImportError:
         torch.ops.load_library(schemas_only)
     torch.ops.load_library(kernels)
     return ctypes.CDLL(str(kernels))

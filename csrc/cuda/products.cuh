@@ -101,7 +101,7 @@ class Products<float, D> {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float4 a = q[i / 2], b = keys[i % 2];
-        x[0][i] = fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, x[0][i]))));
+        x[0][i] += fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x)));  // the large sum is rounded once
       }
     }
   }

@@ -22,21 +22,22 @@ struct Config {
 };
 inline Config config;
 
-// A line of a kernel, for messages: as a default argument, the line of the call.
+// A line of a kernel, for messages.
 struct Place {
   const char* file;
   int line;
   bool operator==(const Place& other) const { return file == other.file && line == other.line; }
   std::string text() const { return std::string(file) + ":" + std::to_string(line); }
 };
-#define EMULATOR_HERE \
-  ::emulator::Place { __builtin_FILE(), __builtin_LINE() }
+// As the last parameters of a function: the place that it is called from.
+#define EMULATOR_CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 // The lanes of a warp that call a function together. Each leaves what it gives; the last to come works on all of it.
 constexpr int kSlotBytes = 64;
 using Slots = unsigned char (*)[kSlotBytes];
 struct Gathering {
   unsigned mask, arrived = 0, turn = 0;
+  const char* what = nullptr;
   alignas(16) unsigned char slots[2][32][kSlotBytes];  // by turns: the slow may still read when the fast come again
   explicit Gathering(unsigned mask) : mask(mask) {}
 };
@@ -112,6 +113,9 @@ class Block {
     Thread& t = *current_;
     if (!(mask >> t.lane & 1)) throw std::runtime_error(std::string(what) + " without its own lane: " + place.text());
     Gathering& g = t.warp->of(mask);
+    if (g.arrived == 0) g.what = what;
+    if (strcmp(g.what, what))
+      throw std::runtime_error(std::string("lanes in ") + g.what + " and in " + what + ": " + place.text());
     const unsigned turn = g.turn;
     Slots slots = g.slots[turn & 1];
     memcpy(slots[t.lane], &value, sizeof value);

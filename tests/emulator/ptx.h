@@ -43,7 +43,7 @@ void cp_async_wait() {
 
 // ---- tensor cores ----
 
-inline void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, Place at) {
+inline void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, emulator::Place at) {
   expect_aligned(row, "ldmatrix");
   auto slots = emulator::block.together(~0u, row, "ldmatrix", at, [&](emulator::Slots slots) {
     uint16_t matrices[4][8][8];
@@ -64,9 +64,9 @@ inline void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, Pl
   });
   memcpy(r, slots[emulator::current().lane], sizeof r);
 }
-inline void ldmatrix(uint32_t (&r)[4], const void* row, Place at = EMULATOR_HERE) { load_matrices(r, row, false, at); }
-inline void ldmatrix_trans(uint32_t (&r)[4], const void* row, Place at = EMULATOR_HERE) {
-  load_matrices(r, row, true, at);
+inline void ldmatrix(uint32_t (&r)[4], const void* row, EMULATOR_CALLER) { load_matrices(r, row, false, {file, line}); }
+inline void ldmatrix_trans(uint32_t (&r)[4], const void* row, EMULATOR_CALLER) {
+  load_matrices(r, row, true, {file, line});
 }
 
 template <typename T>
@@ -84,12 +84,12 @@ uint32_t pack(float low, float high) {
 // d (16 x 8) += a (16 x 16) * b (16 x 8). Lane 4 g + q holds, of a: rows g and g + 8, columns 2 q, 2 q + 1 and 8 more;
 // of b: those as rows, column g; of d: rows g and g + 8, columns 2 q, 2 q + 1.
 template <typename T>
-void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Place at = EMULATOR_HERE) {
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, EMULATOR_CALLER) {
   struct Fragments {
     uint32_t a[4], b[2];
     float d[4];
   } mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
-  auto slots = emulator::block.together(~0u, mine, "mma", at, [](emulator::Slots slots) {
+  auto slots = emulator::block.together(~0u, mine, "mma", {file, line}, [](emulator::Slots slots) {
     float rows[16][16], columns[16][8], sums[16][8];
     auto each = [&](auto f) {
       for (int lane = 0; lane < 32; lane++) f(*reinterpret_cast<Fragments*>(slots[lane]), lane / 4, lane % 4 * 2);
