@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .primitives import Launch, block_at, length_of, pool, row_at, row_in, rows, sequences, tile_dim, verb
+from .primitives import Launch, block_at, length_of, pool, rounded, row_at, row_in, rows, sequences, tile_dim, verb
 
 PROGRAMS_PER_HEAD = 32  # of summarise, at most: the pages of a row and KV head are dealt out to them
 
@@ -65,8 +65,8 @@ def _summarise_page(
         low = tl.minimum(low, low_here, propagate_nan=tl.PropagateNan.ALL)
         high = tl.maximum(high, high_here, propagate_nan=tl.PropagateNan.ALL)
     mask = d < tl.where(block < 0, 0, DIM)
-    tl.store(row_in(page_min, block, head, offset) + d, low.to(page_min.data.dtype.element_ty), mask=mask)
-    tl.store(row_in(page_max, block, head, offset) + d, high.to(page_max.data.dtype.element_ty), mask=mask)
+    tl.store(row_in(page_min, block, head, offset) + d, rounded(low, page_min.data.dtype.element_ty), mask=mask)
+    tl.store(row_in(page_max, block, head, offset) + d, rounded(high, page_max.data.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["q_len", "num_slots"])

@@ -10,8 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .primitives import TILE_HEADS, Launch, block_at, dot, exp, gap_to, pool, row_at, row_in, rows, sequences, span
-from .primitives import tile_dim, verb
+from .primitives import (
+    TILE_HEADS,
+    Launch,
+    block_at,
+    dot,
+    exp,
+    gap_to,
+    pool,
+    row_at,
+    row_in,
+    rows,
+    sequences,
+    span,
+    tile_dim,
+    verb,
+)
 
 TILE_DIM = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 32}  # at most: more would not fit the registers
 AGREE_PAGES = 1024  # of a program of `agree`, at least
