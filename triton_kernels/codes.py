@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quest.packing import Packing
+from quest.packing import Packing, padded
 
 # Launch options: products are rounded before they are added, as in the reference, and small numbers are not flushed to 0.
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -41,6 +41,20 @@ def places_of(packing: Packing) -> int:
     return (32 if packing.single else 16) // packing.bits
 
 
+def layout_of(packing: Packing, head_dim: int) -> dict[str, int]:
+    """A packing as the kernels are told."""
+    return dict(
+        HEAD_DIM=head_dim,
+        DIM=padded(head_dim),
+        BITS=packing.bits,
+        PAGE_SIZE=packing.page_size,
+        PAGES=packing.pages,
+        GROUP_PAGES=packing.group_pages,
+        LANES=packing.lanes,
+        COARSE_LANES=packing.coarse_lanes if packing.coarse_pages else 0,
+    )
+
+
 @triton.jit
 def words_at(packed, block, head):
     """Pointer to the words of a block (int64) and KV head."""
@@ -65,6 +79,20 @@ def channel_of(i, first, WORDS: tl.constexpr, WORD_TILE: tl.constexpr):
 def place_of(page, word, WORDS: tl.constexpr, LANES: tl.constexpr):
     """Where a page's word lies in a level's codes: the words of `LANES` pages lie side by side."""
     return (page // LANES * WORDS + word) * LANES + page % LANES
+
+
+@triton.jit
+def pages_of(keys, page, counted, channel, read, k_row, PAGE_SIZE: tl.constexpr):
+    """Each page's and channel's smallest and largest key."""
+    mask = counted[:, None] & read[None, :]
+    at = keys + (page * PAGE_SIZE).to(tl.int64)[:, None] * k_row + channel[None, :]
+    low = tl.load(at, mask=mask, other=0).to(tl.float32)
+    high = low
+    for token in range(1, PAGE_SIZE):
+        at += k_row
+        key = tl.load(at, mask=mask, other=0).to(tl.float32)
+        low, high = tl.where(key < low, key, low), tl.where(key > high, key, high)
+    return low, high
 
 
 @triton.jit

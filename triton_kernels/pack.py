@@ -24,8 +24,10 @@ from .codes import (
     channel_of,
     compiled_packings,
     from_bf16,
+    layout_of,
     packed_of,
     packing_of,
+    pages_of,
     place_of,
     places_of,
     words_at,
@@ -74,20 +76,6 @@ def cells_of(low, high, known, BITS: tl.constexpr):
     step = (width * (1.0 / (1 << BITS))).to(tl.float32)
     above = (step.to(tl.uint32, bitcast=True) + 1).to(tl.float32, bitcast=True)  # the next float
     return lo, tl.where(width > 0, bf16_above(above), 0).to(tl.uint16)
-
-
-@triton.jit
-def pages_of(keys, page, counted, channel, read, k_row, PAGE_SIZE: tl.constexpr):
-    """Each page's and channel's smallest and largest key."""
-    mask = counted[:, None] & read[None, :]
-    at = keys + (page * PAGE_SIZE).to(tl.int64)[:, None] * k_row + channel[None, :]
-    low = tl.load(at, mask=mask, other=0).to(tl.float32)
-    high = low
-    for token in range(1, PAGE_SIZE):
-        at += k_row
-        key = tl.load(at, mask=mask, other=0).to(tl.float32)
-        low, high = tl.where(key < low, key, low), tl.where(key > high, key, high)
-    return low, high
 
 
 @triton.jit
@@ -228,9 +216,9 @@ def pack_block(
                 WORD_TILE)  # fmt: skip
 
 
-def layout_of(packing: Packing, head_dim: int) -> dict[str, int]:
-    """A packing as the kernel is told, and what a program holds at a time: as many words as leave room for a group of
-    pages, and then as many groups as fit."""
+def tiles_of(packing: Packing, head_dim: int) -> dict[str, int]:
+    """What a program holds at a time: as many words as leave room for a group of pages, and then as many groups as
+    fit."""
     places = places_of(packing)
     word_tile = triton.next_power_of_2(padded(head_dim) // places)
     while word_tile > 1 and packing.group_pages * places * word_tile > 2 * TILE:
@@ -238,19 +226,7 @@ def layout_of(packing: Packing, head_dim: int) -> dict[str, int]:
     page_tile = packing.group_pages
     while page_tile < packing.pages and 2 * page_tile * places * word_tile <= TILE:
         page_tile *= 2
-    return dict(
-        HEAD_DIM=head_dim,
-        DIM=padded(head_dim),
-        BITS=packing.bits,
-        PAGE_SIZE=packing.page_size,
-        PAGES=packing.pages,
-        GROUP_PAGES=packing.group_pages,
-        LANES=packing.lanes,
-        COARSE_LANES=packing.coarse_lanes if packing.coarse_pages else 0,
-        WORD_TILE=word_tile,
-        PAGE_TILE=page_tile,
-        TOKEN_TILE=max(1, TILE // (places * word_tile)),
-    )
+    return dict(WORD_TILE=word_tile, PAGE_TILE=page_tile, TOKEN_TILE=max(1, TILE // (places * word_tile)))
 
 
 def launch_of(
@@ -265,8 +241,8 @@ def launch_of(
     from_slots: bool,
 ) -> Launch:
     num_blocks, num_kv_heads, block_size, head_dim = k_cache.shape
-    layout = layout_of(packing, head_dim)
-    parts = triton.cdiv(padded(head_dim) // places_of(packing), layout["WORD_TILE"])
+    tiles = tiles_of(packing, head_dim)
+    parts = triton.cdiv(padded(head_dim) // places_of(packing), tiles["WORD_TILE"])
     return Launch(
         pack_block,
         len(block_table) * num_kv_heads * blocks * parts,
@@ -278,7 +254,8 @@ def launch_of(
         blocks=blocks,
         sink_pages=sink_pages,
         FROM_SLOTS=from_slots,
-        **layout,
+        **layout_of(packing, head_dim),
+        **tiles,
         num_warps=8,
         **EXACT,
     )
