@@ -146,28 +146,19 @@ def row_in(pool, block, head, row):
 
 @triton.jit
 def dot(a, b):
-    """a @ b in fp32, as exact as if both were: products of two 16-bit numbers are; fp32 ones are split or multiplied
-    without tensor cores."""
-    if a.dtype == b.dtype and b.dtype.primitive_bitwidth == 16:
-        return _dot_16_bits(a, b)
-    a = a.to(tl.float32)
-    if b.dtype == tl.bfloat16:
-        return _dot_split(a, b)
-    if b.dtype == tl.float16:
-        return tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
-    return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def _dot_16_bits(a, b):
-    if INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b)
+    """a @ b in fp32, as exact as if both were: products of 16-bit numbers are, and the sum of three is fp32."""
+    if b.dtype.primitive_bitwidth == 32:
+        product = tl.dot(a.to(tl.float32), b, input_precision="ieee")
+    elif a.dtype.primitive_bitwidth == 32:
+        product = _dot_split(a, b)
+    else:
+        product = _dot_16_bits(a, b)
+    return product
 
 
 @triton.jit
 def _dot_split(a, b):
-    """a is the sum of three bfloat16 numbers."""
+    """fp32 x 16 bits, `a` as the sum of three bfloat16 numbers."""
     high = a.to(tl.bfloat16)
     rest = a - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -175,6 +166,15 @@ def _dot_split(a, b):
     small = _dot_16_bits(middle, b) + _dot_16_bits(low, b)
     # Of an infinite number only the first part counts, the others would make it NaN.
     return _dot_16_bits(high, b) + tl.where(tl.abs(small) < float("inf"), small, 0.0)
+
+
+@triton.jit
+def _dot_16_bits(a, b):
+    if INTERPRETED or a.dtype != b.dtype:  # the interpreter would multiply the bit patterns of bfloat16
+        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32")  # which holds 16-bit numbers
+    else:
+        product = tl.dot(a, b)
+    return product
 
 
 @triton.jit
@@ -208,5 +208,7 @@ def rounded(x, dtype: tl.constexpr):
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         near = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-        return near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return x.to(dtype)
+        result = near.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        result = x.to(dtype)
+    return result
