@@ -61,7 +61,7 @@ def kept_of(total, seen, choice, fraction, coarse_keep, GROUP_SIZE: tl.constexpr
     if COARSE:
         tokens = budget_tokens(choice.budget, fraction, seen)
         least = (_CANDIDATES * tokens + GROUP_SIZE - 1) // GROUP_SIZE + 2
-        most = (choice.coarse_limit + GROUP_SIZE - 1) // GROUP_SIZE
+        most = (choice.coarse_limit.to(tl.int64) + GROUP_SIZE - 1) // GROUP_SIZE
         share = ceil_to_int(coarse_keep * total.to(tl.float64))
         kept = tl.minimum(kept, tl.maximum(tl.minimum(share, most), least))
     return kept.to(tl.int32)
@@ -79,7 +79,7 @@ def page_at(place, args):
 @triton.jit
 def candidates_of(kept, unit, first, last, coded, GROUP_PAGES: tl.constexpr):
     """What `page_at` takes, and the places [begin, end) of the candidates in [first, last)."""
-    groups = kept.groups + unit.to(tl.int64) * kept.max_kept
+    groups = kept.groups + unit * kept.max_kept
     num_kept = tl.load(kept.counts + unit)
     args = (groups, num_kept, coded, GROUP_PAGES)
     end = num_kept * GROUP_PAGES + tl.maximum(last - coded, 0)
