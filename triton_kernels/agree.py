@@ -60,4 +60,4 @@ def agree_heads(
 
 def agree_settings(group: int) -> dict[str, int]:
     heads = triton.next_power_of_2(group)
-    return dict(GROUP=group, HEADS=heads, TILE=max(16, 4096 // heads))
+    return dict(GROUP=group, HEADS=heads, TILE=max(16, 2048 // heads))
