@@ -9,7 +9,8 @@
 A cache with packed summaries (`quest.packing`) has `pack` and `score_packed` in place of `summarise` and `score`.
 
 On the CPU the five are one op, `torch.ops.quest.decode`: one dispatch per layer and step, no result in between but the
-scores. `backend="verbs"` calls them one by one, and `backend="reference"` the plain PyTorch of `quest.reference`.
+scores. `backend="verbs"` calls them one by one, and `backend="reference"` the plain PyTorch of `quest.reference`. On a
+GPU the same op is a few launches, see `quest.gpu`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quest import backends, ops, ops_packed, reference, reference_packed
+from quest import backends, gpu, ops, ops_packed, reference, reference_packed
 from quest.checks import FLOATS, MAX_NUMBER, Args, check_values
 from quest.config import QuestConfig, forced_pages, max_selected
 from quest.packing import packing_of
@@ -125,8 +126,13 @@ def _decode(
             _check(tensors, config, layer_idx, options)
         if query.dim() == 3:
             tensors = (*(x.unsqueeze(1) for x in tensors[:3]), *tensors[3:])
-        if chosen == "cpu":
+        if chosen == "cpu" or backend == "auto":
             out, lse = _fused(tensors, config, layer_idx, options, check)
+        elif chosen in ("cuda", "triton"):
+            if torch.compiler.is_compiling():
+                raise ValueError(f"decode: backend must be auto under torch.compile, got {backend!r}")
+            with gpu.using(chosen):
+                out, lse = _fused(tensors, config, layer_idx, options, check)
         else:
             if check and not torch.compiler.is_compiling():
                 check_values(_name(tensors), tensors[3], *tensors[-3:])

@@ -5,16 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 
+import gpu_kernels
 import pytest
 import torch
 
 import quest
 from quest import backends
 
+gpu_kernels.interpret()
+
 
 @pytest.fixture(params=backends.isas())
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The kernels of each instruction set in turn."""
+    backends.use_isa(request.param)
+    yield request.param
+    backends.use_isa(None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none here"))
+
+
+def _device_mark(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.gpu) if name == "device" else name
+
+
+@pytest.fixture(params=[*backends.isas(), *map(_device_mark, gpu_kernels.NAMES)])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The CPU kernels of each instruction set, and the GPU's in their place (see gpu_kernels.py)."""
+    if request.param in gpu_kernels.NAMES:
+        with gpu_kernels.in_place_of_cpu(request.param):
+            yield request.param
+        return
     backends.use_isa(request.param)
     yield request.param
     backends.use_isa(None)

@@ -318,7 +318,7 @@ def test_steps_from_an_empty_cache(isa):
 def test_backend_names():
     case = make("dim_2")
     with pytest.raises(
-        ValueError, match="decode: backend must be auto or one of cuda, cpu, verbs, reference, got 'gpu'"
+        ValueError, match="decode: backend must be auto or one of cuda, triton, cpu, verbs, reference, got 'gpu'"
     ):
         run(case, config_of(case), backend="gpu")
     with pytest.raises(ValueError, match="decode: backend cuda can't run: "):
