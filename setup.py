@@ -26,7 +26,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 VERSION = "0.1.0"
-TORCH_MIN = (2, 13)
+TORCH_MIN = (2, 11)
 PYTHON_MIN = (3, 11)
 CUDA_ARCHS = os.environ.get("QUEST_CUDA_ARCHS", "80;90;100;120+PTX")
 

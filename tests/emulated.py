@@ -25,7 +25,7 @@ ORDERS = ("forward", "reverse", "shuffled")
 CXX = shlex.split(os.environ.get("CXX", "")) or ["g++"]
 COMMON = [*CXX, "-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-DQUEST_EMULATE", "-Icsrc", "-Itests"]
 KERNEL = [*COMMON, "-x", "c++", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
-TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020d000000000000ULL", f"-isystem{TORCH}/include"]
+TORCH_FLAGS = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL", f"-isystem{TORCH}/include"]
 PYTHON_FLAGS = ["-DPy_LIMITED_API=0x030b0000", f"-isystem{sysconfig.get_path('include')}"]
 
 

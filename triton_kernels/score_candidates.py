@@ -238,18 +238,46 @@ def plan_candidates(
     keeping = dict(fraction=budget_fraction, coarse_keep=coarse_keep)
     if packing.coarse_size:
         launches.append(
-            by_codes(score_groups, max_blocks, 32 // packing.bits * coarse_words, groups, raw=coarse,
-                     slack=coarse_slack, max_blocks=max_blocks, **keeping)  # fmt: skip
+            by_codes(
+                score_groups,
+                max_blocks,
+                32 // packing.bits * coarse_words,
+                groups,
+                raw=coarse,
+                slack=coarse_slack,
+                max_blocks=max_blocks,
+                **keeping,
+            )  # fmt: skip
         )
     launches.append(
-        Launch(keep_groups, batch * q_len * num_kv_heads, raw=coarse, scores=scratch(num_kv_heads, coarse.shape[3]),
-               kept=kept, max_groups=max_groups, COARSE=packing.coarse_size is not None, **unit, **rule, **keeping,
-               **chunk_settings(max_groups))  # fmt: skip
+        Launch(
+            keep_groups,
+            batch * q_len * num_kv_heads,
+            raw=coarse,
+            scores=scratch(num_kv_heads, coarse.shape[3]),
+            kept=kept,
+            max_groups=max_groups,
+            COARSE=packing.coarse_size is not None,
+            **unit,
+            **rule,
+            **keeping,
+            **chunk_settings(max_groups),
+        )  # fmt: skip
     )
     dim_tile = tile_dim(head_dim)
     launches.append(
-        by_codes(score_candidates, parts, 32 // packing.bits * words, packing.group_pages, k_cache=pool(k_cache),
-                 kept=kept, raw=raw, slack=slack, parts=parts, DIM_TILE=dim_tile,
-                 OPEN_ROWS=min(packing.group_pages, max(1, 4096 // dim_tile)))  # fmt: skip
+        by_codes(
+            score_candidates,
+            parts,
+            32 // packing.bits * words,
+            packing.group_pages,
+            k_cache=pool(k_cache),
+            kept=kept,
+            raw=raw,
+            slack=slack,
+            parts=parts,
+            DIM_TILE=dim_tile,
+            OPEN_ROWS=min(packing.group_pages, max(1, 4096 // dim_tile)),
+        )  # fmt: skip
     )
     return Scored(launches, raw, unit | rule | dict(kept=kept, raw=raw, max_candidates=raw.shape[3]))
