@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +18,13 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 MOST_TOKENS = 2**31 - 1
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What scripts/gpu_report.py compiles: dtype, head_dim, query heads of a group.
+REPRESENTATIVE = [
+    *((dtype, head_dim, 4) for dtype in DTYPES for head_dim in (64, 128, 256)),
+    (torch.bfloat16, 128, 1),
+    (torch.bfloat16, 128, 8),
+]
 TILE_HEADS = 16  # query heads of a group that one program works on: the least number of rows of a matrix product
 
 # ---- arguments: as in csrc/params.h, the kernels take them as they are ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .primitives import (
+    REPRESENTATIVE,
     TILE_HEADS,
     Launch,
     block_at,
@@ -212,10 +212,9 @@ def score(
 
 
 def configurations() -> Iterator[Launch]:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, head_dim, group in itertools.product(dtypes, (64, 128, 256), (1, 4, 8)):
+    table = torch.empty(8, 512, dtype=torch.int32, device="meta")
+    for dtype, head_dim, group in REPRESENTATIVE:
         query = torch.empty(8, 1, 8 * group, head_dim, dtype=dtype, device="meta")
         summary = torch.empty(4096, 8, 1, head_dim, dtype=dtype, device="meta")
-        table = torch.empty(8, 512, dtype=torch.int32, device="meta")
-        for rule in ("softmax", "per_head"):
+        for rule in ("softmax", "relative", "per_head"):
             yield from score.plan(query, summary, summary, table, table[:, 0], 16, 0.1, 1.0, rule)[0]
