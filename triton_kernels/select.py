@@ -86,8 +86,41 @@ def budget_tokens(budget, fraction, visible):
 
 
 @triton.jit
-def _offset(place, first):
+def offset(place, first):
     return first + place
+
+
+@triton.jit
+def forced_and_chosen(
+    seq, b, t, budget, fraction, sink_pages, recent_pages, max_selected, PAGE_SIZE: tl.constexpr
+):  # fmt: skip
+    """The visible pages [first_page, end_page) of a query token, those between the forced ones, [begin, end), and how
+    many of them it chooses. Where it reads all, they count as forced."""
+    length, seen, first_token, first_page, end_page = span(seq, b, t, PAGE_SIZE)
+    begin = tl.minimum(tl.maximum(sink_pages, first_page), end_page)
+    end = end_page - recent_pages
+    if seq.q_len > 1:
+        end = tl.minimum(end, tl.maximum(length - seq.q_len, 0) // PAGE_SIZE)
+    end = tl.maximum(end, begin)
+    tokens = budget_tokens(budget, fraction, seen)
+    forced = begin - first_page + end_page - end
+    room = tl.minimum(tokens // PAGE_SIZE, max_selected).to(tl.int32) - forced
+    if tokens >= seen - first_token or room >= end - begin:
+        begin, end = end_page, end_page
+    return first_page, end_page, begin, end, tl.minimum(tl.maximum(room, 0), end - begin)
+
+
+@triton.jit
+def put_forced(page_idx, first_page, end_page, begin, end, chosen, max_selected, CHUNK: tl.constexpr):
+    """Write the forced pages around `chosen` others, and -1 behind them. Returns how many pages there are."""
+    head = begin - first_page
+    count = tl.minimum(head + chosen + end_page - end, max_selected)
+    for start in range(0, max_selected, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        page = tl.where(place < head, first_page + place, end + place - head - chosen)
+        others = (place < head) | (place >= head + chosen)
+        tl.store(page_idx + place, tl.where(place < count, page, -1), mask=others & (place < max_selected))
+    return count
 
 
 @triton.jit(do_not_specialize=["seq", "heads", "max_pages", "max_selected", "budget", "sink_pages", "recent_pages"])
@@ -109,31 +142,14 @@ def select_pages(
     """One program for each token and head."""
     row = tl.program_id(0).to(tl.int64)
     b, t = row // heads // seq.q_len, (row // heads % seq.q_len).to(tl.int32)
-    length, seen, first_token, first_page, end_page = span(seq, b, t, PAGE_SIZE)
-
-    # Forced pages are a head and a tail of the visible ones: candidates are [begin, end).
-    begin = tl.minimum(tl.maximum(sink_pages, first_page), end_page)
-    end = end_page - recent_pages
-    if seq.q_len > 1:
-        end = tl.minimum(end, tl.maximum(length - seq.q_len, 0) // PAGE_SIZE)
-    end = tl.maximum(end, begin)
-    tokens = budget_tokens(budget, fraction, seen)
-    forced = begin - first_page + end_page - end
-    room = tl.minimum(tokens // PAGE_SIZE, max_selected).to(tl.int32) - forced
-    if tokens >= seen - first_token or room >= end - begin:  # every visible page
-        begin, end = end_page, end_page
-
-    head, chosen = begin - first_page, tl.minimum(tl.maximum(room, 0), end - begin)
-    count = tl.minimum(head + chosen + end_page - end, max_selected)
+    first_page, end_page, begin, end, chosen = forced_and_chosen(
+        seq, b, t, budget, fraction, sink_pages, recent_pages, max_selected, PAGE_SIZE
+    )
     out = page_idx + row * max_selected
     if chosen > 0:
-        take_best(scores + row * max_pages + begin, end - begin, chosen, out + head, _offset, begin, CHUNK)
-    for start in range(0, max_selected, CHUNK):
-        place = start + tl.arange(0, CHUNK)
-        page = tl.where(place < head, first_page + place, end + place - head - chosen)
-        others = (place < head) | (place >= head + chosen)
-        tl.store(out + place, tl.where(place < count, page, -1), mask=others & (place < max_selected))
-    tl.store(counts + row, count)
+        to = out + begin - first_page
+        take_best(scores + row * max_pages + begin, end - begin, chosen, to, offset, begin, CHUNK)
+    tl.store(counts + row, put_forced(out, first_page, end_page, begin, end, chosen, max_selected, CHUNK))
 
 
 def chunk_settings(max_scores: int) -> dict[str, int]:
