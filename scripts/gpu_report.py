@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 import multiprocessing
-import os
 import re
 import subprocess
 import sys
@@ -57,9 +56,8 @@ def describe(arguments: dict[str, Any]) -> str:
     """What a kernel is compiled for: dtypes, constants, warps."""
     dtypes = dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in _tensors(arguments) if x.is_floating_point())
     absent = [f"no {name}" for name, value in arguments.items() if value is None]
-    constants = [f"{name}={value}" for name, value in arguments.items() if name.isupper() and name != "CHUNK"]
-    sizes = [f"CHUNK={arguments['CHUNK']}"] if "CHUNK" in arguments else []
-    return " ".join(["/".join(dtypes), *constants, *sizes, *absent, f"warps={arguments['num_warps']}"])
+    constants = [f"{name}={value}" for name, value in arguments.items() if name.isupper()]
+    return " ".join(["/".join(dtypes), *constants, *absent, f"warps={arguments.get('num_warps', 4)}"])
 
 
 def _tensors(arguments: dict[str, Any]) -> Iterator[Any]:
@@ -135,8 +133,6 @@ def main() -> int:
     print(f"{sum(map(len, parts.values()))} configurations, {len(spills)} of them spill")
     return bool(spills)
 
-
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as a launch has it, without the warning
 
 if __name__ == "__main__":
     sys.exit(main())

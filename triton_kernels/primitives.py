@@ -82,10 +82,10 @@ def without_table(seq_lens: Tensor, max_tokens: int, q_len: int, window: int) ->
 
 
 class Launch:
-    """A kernel and what it is started with."""
+    """A kernel and what it is started with; products and sums are fused unless the arguments say otherwise."""
 
     def __init__(self, kernel: Any, programs: int, **arguments: Any) -> None:
-        self.kernel, self.programs, self.arguments = kernel, programs, arguments
+        self.kernel, self.programs, self.arguments = kernel, programs, {"enable_fp_fusion": True} | arguments
 
     def __call__(self) -> None:
         if self.programs > 0:
