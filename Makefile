@@ -34,7 +34,7 @@ asan: .venv/.ready
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard tests/native/*.cpp)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard tests/native/*.cpp tests/emulator/*.h tests/emulator/*.cpp)
 	$(BIN)/mypy
 
 bench: .venv/.ready
