@@ -166,8 +166,9 @@ def combine_splits(
     sums, stats, sinks, out, lse, q_len, num_splits, sel_heads,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, TILE_V_DIM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each unit and query head of its tile."""
-    unit, lane = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    """One program for each unit and query head of a full tile."""
+    LANES: tl.constexpr = GROUP if GROUP < HEADS else HEADS
+    unit, lane = tl.program_id(0) // LANES, tl.program_id(0) % LANES
     b, t, _, heads, exist = _unit(unit, q_len, sel_heads, GROUP, HEADS)
     own = tl.arange(0, HEADS) == lane
     head = tl.sum(tl.where(own, heads, 0)) + tl.arange(0, 1)
@@ -276,7 +277,7 @@ def attend(
         return [attention], (out, lse)
     combination = Launch(
         combine_splits,
-        units * TILE_HEADS,
+        units * min(group, TILE_HEADS),
         q_len=q_len,
         TILE_V_DIM=tile["TILE_V_DIM"],
         SPLITS=triton.next_power_of_2(num_splits),

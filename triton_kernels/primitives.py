@@ -69,6 +69,8 @@ def rows(x: Tensor) -> Rows:
 def sequences(
     block_table: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int, q_len: int, window: int = -1
 ) -> Sequences:
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     max_tokens = min(block_table.shape[1] * block_size, MOST_TOKENS)
     window = MOST_TOKENS if window < 0 else min(window, MOST_TOKENS)
     return Sequences(block_table, seq_lens.contiguous(), block_table.stride(0), num_blocks, max_tokens, q_len, window)
@@ -140,13 +142,15 @@ def block_at(seq, b, index, mask):
 @triton.jit
 def row_at(rows, b, t, head):
     """Pointers to rows of `Rows`."""
-    return rows.data + b.to(tl.int64) * rows.stride_batch + t.to(tl.int64) * rows.stride_token + head * rows.stride_head
+    of_token = tl.cast(b, tl.int64) * rows.stride_batch + tl.cast(t, tl.int64) * rows.stride_token
+    return rows.data + of_token + tl.cast(head, tl.int64) * rows.stride_head
 
 
 @triton.jit
 def row_in(pool, block, head, row):
-    """Pointers to rows of a `Pool`."""
-    return pool.data + block * pool.stride_block + head.to(tl.int64) * pool.stride_head + row * pool.stride_row
+    """Pointers to rows of a `Pool`; `block` is int64."""
+    of_head = block * pool.stride_block + tl.cast(head, tl.int64) * pool.stride_head
+    return pool.data + of_head + tl.cast(row, tl.int64) * pool.stride_row
 
 
 # ---- arithmetic ----

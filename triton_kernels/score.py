@@ -42,9 +42,9 @@ def weights(q, slack):
 
 
 @triton.jit
-def is_scored(page, span, PAGE_SIZE: tl.constexpr):
+def is_scored(page, token_span, PAGE_SIZE: tl.constexpr):
     """Whether a token may score a page: it sees some of it, and the summary holds no later token."""
-    length, seen, _, first_page, end_page = span
+    length, seen, _, first_page, end_page = token_span
     scored_end = tl.where(seen == length, end_page, seen // PAGE_SIZE)
     return (page >= first_page) & (page < scored_end)
 
@@ -122,7 +122,7 @@ def agree(
     the pages."""
     split, row = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     token = (row // num_kv_heads).to(tl.int32)
-    seen = span(seq, token // seq.q_len, token % seq.q_len, PAGE_SIZE)
+    token_span = span(seq, token // seq.q_len, token % seq.q_len, PAGE_SIZE)
     in_group = tl.arange(0, HEADS)
     exists = in_group < GROUP
     head = (row * GROUP + in_group)[:, None]
@@ -131,7 +131,7 @@ def agree(
     end = tl.minimum((split + 1) * pages_per_split, max_pages)
     for start in range(split * pages_per_split, end, TILE):
         page = start + tl.arange(0, TILE)
-        inside, scored = page < end, is_scored(page, seen, PAGE_SIZE)
+        inside, scored = page < end, is_scored(page, token_span, PAGE_SIZE)
         score = tl.load(raw + head * max_pages + page[None, :], mask=exists[:, None] & inside[None, :], other=NEG_INF)
         agreed = agree_tile(score, best, share, softmax_scale, SOFTMAX)
         tl.store(scores + row * max_pages + page, tl.where(scored, agreed, NEG_INF), mask=inside)
