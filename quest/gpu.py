@@ -70,7 +70,7 @@ def using(name: str) -> Iterator[None]:
         _wanted = before
 
 
-def _runs(verb: str, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Callable[..., Any]:
+def runs(verb: str, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Callable[..., Any]:
     """The function that runs a verb which both sides have, for such tensors."""
     if _wanted != "triton":
         reason = extension_missing(query.device) or torch.ops.quest_cuda.reason(query, k_cache, v_cache)
@@ -85,15 +85,15 @@ def _runs(verb: str, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Callabl
 
 
 def append(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> None:
-    _runs("append", key, k_cache, v_cache)(key, value, k_cache, v_cache, *rest)
+    runs("append", key, k_cache, v_cache)(key, value, k_cache, v_cache, *rest)
 
 
 def summarise(k_cache: Tensor, *rest: Any) -> None:
-    _runs("summarise", k_cache, k_cache, k_cache)(k_cache, *rest)
+    runs("summarise", k_cache, k_cache, k_cache)(k_cache, *rest)
 
 
 def attend(query: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _runs("attend", query, k_cache, v_cache)(query, k_cache, v_cache, *rest)
+    return runs("attend", query, k_cache, v_cache)(query, k_cache, v_cache, *rest)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,8 +128,8 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     triton = triton_kernels()
     rows, page_size = (block_table, seq_lens), k_cache.shape[2] // page_min.shape[2]
-    attend = _runs("attend", query, k_cache, v_cache)  # before anything is written
-    store = _runs("append_summarise", query, k_cache, v_cache)
+    attend = runs("attend", query, k_cache, v_cache)  # before anything is written
+    store = runs("append_summarise", query, k_cache, v_cache)
     store(key, value, k_cache, v_cache, page_min, page_max, *rows, slot_mapping)
     page_idx = None
     if not dense:
@@ -175,8 +175,8 @@ def decode_packed(
 ) -> tuple[Tensor, Tensor]:
     triton = triton_kernels()
     rows, layout = (block_table, seq_lens), (page_size, coarse_size, bits)
-    attend = _runs("attend", query, k_cache, v_cache)  # before anything is written
-    _runs("append", query, k_cache, v_cache)(key, value, k_cache, v_cache, slot_mapping, False)
+    attend = runs("attend", query, k_cache, v_cache)  # before anything is written
+    runs("append", query, k_cache, v_cache)(key, value, k_cache, v_cache, slot_mapping, False)
     triton.pack_new(k_cache, packed, *rows, slot_mapping, *layout, sink_pages)
     page_idx = None
     if not dense:

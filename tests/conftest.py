@@ -23,6 +23,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     backends.use_isa(None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch sees none here"))
+
+
 def _device_mark(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.gpu) if name == "device" else name
 

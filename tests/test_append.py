@@ -20,7 +20,7 @@ def random_slots(num_tokens: int, num_slots: int, skip: int = 3) -> torch.Tensor
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_equals_reference(isa, dtype, layout):
+def test_equals_reference(kernels, dtype, layout):
     torch.manual_seed(0)
     pools = lay_out((torch.randn(5, 3, 8, 20, dtype=dtype), torch.randn(5, 3, 8, 33, dtype=dtype)), layout)
     expected = copy_pools(pools)
@@ -33,7 +33,7 @@ def test_equals_reference(isa, dtype, layout):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_fills_the_cache_of_a_step(isa, shape):
+def test_fills_the_cache_of_a_step(kernels, shape):
     case = make(shape)
     before = case.before()
     quest.append(case.key, case.value, before.k_cache, before.v_cache, case.slot_mapping)
@@ -53,7 +53,7 @@ def test_token_list_and_rows_agree():
     assert same(given.k_cache, expected.k_cache)
 
 
-def test_more_tokens_than_one_thread_takes(isa, threads):
+def test_more_tokens_than_one_thread_takes(kernels, threads):
     torch.set_num_threads(4)
     pools = [torch.full((40, 2, 16, 8), NAN) for _ in range(2)]
     expected = copy_pools(pools)

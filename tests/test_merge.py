@@ -24,7 +24,7 @@ def parts(case, cuts):
 
 @pytest.mark.parametrize("shape", ["ragged", "group_7", "many_tokens", "dim_7", "group_6"])
 @pytest.mark.parametrize("cuts", [(), (1,), (1, 2, 2, 3, 4, 5)], ids=["1_part", "2_parts", "7_parts"])
-def test_c10_any_split_of_the_pages(isa, shape, cuts):
+def test_c10_any_split_of_the_pages(kernels, shape, cuts):
     case = make(shape, dtype=torch.float32)  # 16-bit results round once per part
     whole = None
     for page_idx in parts(case, cuts):
@@ -35,7 +35,7 @@ def test_c10_any_split_of_the_pages(isa, shape, cuts):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 8), (3, 1), (5, 7, 33), (130, 64)], ids=str)
-def test_equals_reference(isa, dtype, shape):
+def test_equals_reference(kernels, dtype, shape):
     rng = torch.Generator().manual_seed(0)
     out_a, out_b = (torch.randn(shape, generator=rng).to(dtype) for _ in range(2))
     lse_a, lse_b = (torch.randn(shape[:-1], generator=rng) * 20 for _ in range(2))
@@ -50,7 +50,7 @@ def test_equals_reference(isa, dtype, shape):
     assert_near(lse, truth_lse, plain_lse, "lse")
 
 
-def test_special_values(isa):
+def test_special_values(kernels):
     values = [-INF, -1e30, -5.0, 0.0, 5.0, 1e30, INF, NAN]
     lse_a, lse_b = (x.flatten() for x in torch.meshgrid(torch.tensor(values), torch.tensor(values), indexing="ij"))
     out_a, out_b = (torch.full((64, 3), x) for x in (1.0, 2.0))
@@ -61,14 +61,14 @@ def test_special_values(isa):
     assert got[0][lse_a == lse_b].nan_to_num(0).max() == 1.5
 
 
-def test_order_does_not_matter(isa):
+def test_order_does_not_matter(kernels):
     rng = torch.Generator().manual_seed(0)
     a, b = ((torch.randn(9, 20, generator=rng), torch.randn(9, generator=rng)) for _ in range(2))
     for x, y in zip(quest.merge(*a, *b), quest.merge(*b, *a)):
         assert torch.allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-def test_strided_parts(isa):
+def test_strided_parts(kernels):
     out, lse = torch.randn(4, 6, 8).transpose(0, 1), torch.randn(4, 6).t()
     got = quest.merge(out, lse, out, lse)
     assert torch.allclose(got[0], out, rtol=1e-6)

@@ -13,7 +13,7 @@ RULES = ("softmax", "relative", "per_head")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_adversarial_inputs(isa, shape):
+def test_adversarial_inputs(kernels, shape):
     case = make(shape)
     for rule, slack in (("softmax", 1.0), ("relative", 0.4), ("per_head", 0.0)):
         options = {"group_rule": rule, "slack": slack}
@@ -21,7 +21,7 @@ def test_adversarial_inputs(isa, shape):
 
 
 @pytest.mark.parametrize("heads", [(28, 4), (40, 8), (24, 4), (64, 4), (12, 1), (64, 1)], ids=str)
-def test_c01_group_sizes(isa, heads):
+def test_c01_group_sizes(kernels, heads):
     case = make("group_7", num_heads=heads[0], num_kv_heads=heads[1], seq_lens=(37,))
     for rule in RULES:
         scores = quest.score(case.query, *case.summary, page_size=16, group_rule=rule)
@@ -30,7 +30,7 @@ def test_c01_group_sizes(isa, heads):
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 192, 256])
-def test_c02_head_dims(isa, head_dim):
+def test_c02_head_dims(kernels, head_dim):
     """Whole numbers: bounds equal the reference's exactly, lanes beyond head_dim add nothing."""
     for dtype in DTYPES:
         case = make("dim_32", head_dim=head_dim, dtype=dtype, layout="padded")
@@ -42,7 +42,7 @@ def test_c02_head_dims(isa, head_dim):
         assert got.equal(expected)
 
 
-def test_unscored_pages_are_minus_infinity(isa):
+def test_unscored_pages_are_minus_infinity(kernels):
     """Beyond the token, outside its window, or with a later token in the summary."""
     case = make("page_8", seq_lens=(29,), q_len=3, num_heads=2)  # tokens 26, 27, 28 of pages 0 .. 3
     seen = {None: [[1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 1]], 12: [[0, 1, 1, 0], [0, 0, 1, 0], [0, 0, 1, 1]]}
@@ -55,14 +55,14 @@ def test_unscored_pages_are_minus_infinity(isa):
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 33, 1000])
-def test_windows(isa, window):
+def test_windows(kernels, window):
     for shape in ("ragged", "many_tokens"):
         case = make(shape)
         options = {"window": window, "group_rule": "softmax", "softmax_scale": 0.3}
         check_score(quest.score(case.query, *case.summary, page_size=16, **options), case, **options)
 
 
-def test_never_looks_at_a_later_token(isa):
+def test_never_looks_at_a_later_token(kernels):
     """Only the last of four new tokens scores their page; what the page's summary says reaches none before it."""
     case = make("many_tokens_bf16", seq_lens=(40,), q_len=4)
     for rule in RULES:
@@ -76,7 +76,7 @@ def test_never_looks_at_a_later_token(isa):
         assert scores[:, 3, :, 9].isnan().all()
 
 
-def test_three_and_four_dimensions_agree(isa):
+def test_three_and_four_dimensions_agree(kernels):
     case = make("group_3")
     for rule in RULES:
         options = {"page_size": 16, "group_rule": rule}
@@ -85,7 +85,7 @@ def test_three_and_four_dimensions_agree(isa):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_infinite_and_nan_summaries(isa, rule):
+def test_infinite_and_nan_summaries(kernels, rule):
     """NaN makes a page's score NaN, for the group too; infinities are best or worst; the rest is untouched."""
     case = make(Shape("", seq_lens=(16 * 12,), num_heads=6, num_kv_heads=2, head_dim=24))
     pages = case.block_table[0].long()
@@ -101,7 +101,7 @@ def test_infinite_and_nan_summaries(isa, rule):
     assert torch.allclose(got[rest], expected[rest], rtol=1e-4, atol=1e-5)
 
 
-def test_every_score_nan_or_infinite(isa):
+def test_every_score_nan_or_infinite(kernels):
     for value in (NAN, INF, -INF):
         case = make("group_3")
         for summary in (case.page_min, case.page_max):
@@ -112,7 +112,7 @@ def test_every_score_nan_or_infinite(isa):
             assert same(got, expected), rule
 
 
-def test_c12_fp16_products_beyond_65504(isa):
+def test_c12_fp16_products_beyond_65504(kernels):
     case = make("dim_8", head_dim=128, seq_lens=(80,), dtype=F16, num_heads=2, num_kv_heads=1)
     for summary in (case.page_min, case.page_max):
         summary.fill_(59.0)
@@ -124,7 +124,7 @@ def test_c12_fp16_products_beyond_65504(isa):
         assert scores.argmax() == 3
 
 
-def test_extreme_values(isa):
+def test_extreme_values(kernels):
     """fp32 accumulation holds for bfloat16 summaries near their largest values."""
     case = make("group_7", dtype=BF16, query_dtype=torch.float32)
     for summary in (case.page_min, case.page_max):
@@ -136,7 +136,7 @@ def test_extreme_values(isa):
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (11, 11), (34, 17)], ids=str)  # one band of KV heads, two, three
-def test_more_pages_than_a_task(isa, threads, heads):
+def test_more_pages_than_a_task(kernels, threads, heads):
     """Rows of many pages and heads are cut into tasks; the parts meet without a seam."""
     torch.set_num_threads(2)
     num_heads, kv_heads = heads

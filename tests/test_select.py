@@ -68,14 +68,14 @@ def random_scores(*shape, seed=0, values=(-2.0, -1.0, -0.0, 0.0, 1.0, 1.0, 3.0))
     ids=str,
 )
 @pytest.mark.parametrize("q_len", [1, 2, 20])
-def test_exact_best_pages(isa, lengths, page_size, options, q_len):
+def test_exact_best_pages(kernels, lengths, page_size, options, q_len):
     max_pages = -(-max(lengths) // page_size) + 2
     scores = random_scores(len(lengths), q_len, 2, max_pages)
     scores[..., -2:] = INF  # beyond every row: never chosen
     check(scores, lengths, page_size=page_size, **options)
 
 
-def test_floats_that_differ_in_the_last_bit(isa):
+def test_floats_that_differ_in_the_last_bit(kernels):
     """All 32 bits decide."""
     scores = torch.arange(200, dtype=torch.int32).flip(0).add(0x3F800000).view(torch.float32)
     for sign in (1, -1):
@@ -84,7 +84,7 @@ def test_floats_that_differ_in_the_last_bit(isa):
     check(subnormal[None, None, None], [100], page_size=1, budget=20)
 
 
-def test_c05_budget_above_the_pages(isa):
+def test_c05_budget_above_the_pages(kernels):
     """Every page, -1 behind the count whatever lay in that memory before."""
     for length, pages in ((20, [0, 1]), (1, [0])):
         stale = [torch.full((1, 1, 1, 8), 123456, dtype=torch.int32) for _ in range(100)]
@@ -109,7 +109,7 @@ def test_c13_equal_keys_give_equal_pages_in_every_row(isa, threads):
         assert (counts == 3).all()
 
 
-def test_c18_defaults_keep_first_and_newest_page(isa):
+def test_c18_defaults_keep_first_and_newest_page(kernels):
     """The default configuration, page 0 with the lowest bound."""
     config = quest.QuestConfig(budget=5 * 16)
     scores = torch.arange(12.0)[None, None]
@@ -126,7 +126,7 @@ def test_c18_budget_below_the_forced_pages(budget):
         quest.select(scores, lens, page_size=16, budget=budget, sink_tokens=1, recent_tokens=32)
 
 
-def test_strided_scores(isa):
+def test_strided_scores(kernels):
     scores = random_scores(3, 2, 4, 30)
     wide = torch.full((3, 2, 4, 64), INF)
     wide[..., :30] = scores

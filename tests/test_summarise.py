@@ -26,7 +26,7 @@ def both(case: Case, num_new: torch.Tensor) -> tuple[list[torch.Tensor], list[to
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_everything_equals_reference(isa, shape):
+def test_everything_equals_reference(kernels, shape):
     case = make(shape)
     got, expected = both(case, case.seq_lens)
     assert all(map(same, got, expected))
@@ -35,7 +35,7 @@ def test_everything_equals_reference(isa, shape):
 
 
 @pytest.mark.parametrize("new", [(0, 0, 0), (1, 1, 1), (5, 6, 0), (16, 17, 1), (99, 99, 99), (-1, -(2**31), 2**31 - 1)])
-def test_only_pages_of_new_tokens(isa, new):
+def test_only_pages_of_new_tokens(kernels, new):
     case = make("page_8", seq_lens=(37, 100, 64), num_heads=2)
     got, expected = both(case, torch.tensor(new, dtype=torch.int32))
     assert all(map(same, got, expected))
@@ -51,7 +51,7 @@ def test_no_new_tokens_touch_no_page(verbs):
 
 
 @pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e4])
-def test_c09_slots_never_written(isa, poison):
+def test_c09_slots_never_written(kernels, poison):
     """Summaries equal those from a zero-filled pool, whatever lies in the slots behind the length."""
     zeros, dirty = (make("ragged", poison=p) for p in (0.0, poison))
     got = []
@@ -61,7 +61,7 @@ def test_c09_slots_never_written(isa, poison):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values_in_keys(isa, dtype):
+def test_special_values_in_keys(kernels, dtype):
     """NaN stays in its channel; infinities, zeros of both signs and subnormals are numbers as all others."""
     tiny, huge = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max
     for head_dim in (5, 37):
@@ -80,7 +80,7 @@ def test_special_values_in_keys(isa, dtype):
         assert page_min[0, 0, :, 0].isnan().tolist() == [True, False, False, False]
 
 
-def test_c12_large_fp16_keys_stay_apart(isa):
+def test_c12_large_fp16_keys_stay_apart(kernels):
     keys = torch.tensor([59.0, 60.0, 65504.0, -65504.0], dtype=torch.float16)[:, None, None, None].expand(4, 1, 2, 128)
     page_min, page_max = torch.zeros(4, 1, 1, 128).half(), torch.zeros(4, 1, 1, 128).half()
     table, lens = torch.arange(4, dtype=torch.int32)[None], torch.tensor([8], dtype=torch.int32)
@@ -89,7 +89,7 @@ def test_c12_large_fp16_keys_stay_apart(isa):
     assert page_min.equal(page_max)
 
 
-def test_keys_are_not_written(isa):
+def test_keys_are_not_written(kernels):
     case = make(BY_NAME["ragged_bf16"])
     before = memory(case.k_cache)
     page_min, page_max = torch.zeros(case.page_min.shape).bfloat16(), torch.zeros(case.page_min.shape).bfloat16()

@@ -11,7 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .primitives import Launch, block_at, length_of, pool, rounded, row_at, row_in, rows, sequences, tile_dim, verb
+from .primitives import (
+    Launch,
+    block_at,
+    length_of,
+    pool,
+    rounded,
+    row_at,
+    row_in,
+    rows,
+    sequences,
+    tile_dim,
+    to_float,
+    verb,
+)
 
 PROGRAMS_PER_HEAD = 32  # of summarise, at most: the pages of a row and KV head are dealt out to them
 
@@ -61,7 +74,7 @@ def _summarise_page(
         i = start + tl.arange(0, TOKENS)
         present = (i < count)[:, None] & (d < DIM)[None, :]
         keys = row_in(k_cache, block, head, offset * PAGE_SIZE + i)[:, None] + d[None, :]
-        low_here, high_here = _extremes(tl.load(keys, mask=present, other=0.0).to(tl.float32), present)
+        low_here, high_here = _extremes(to_float(tl.load(keys, mask=present, other=0.0)), present)
         low = tl.minimum(low, low_here, propagate_nan=tl.PropagateNan.ALL)
         high = tl.maximum(high, high_here, propagate_nan=tl.PropagateNan.ALL)
     mask = d < tl.where(block < 0, 0, DIM)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .primitives import Launch, exp, gap_to, rounded, tile_dim, verb
+from .primitives import Launch, exp, gap_to, rounded, tile_dim, to_float, verb
 
 ELEMENTS = 2048  # of a tile
 
@@ -23,7 +23,7 @@ def _share(lse, top):
 @triton.jit
 def _part(out, at, mask, weight):
     """A part of weight zero takes no part, whatever it holds."""
-    x = tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    x = to_float(tl.load(out + at, mask=mask, other=0.0))
     return tl.where(weight[:, None] == 0, 0.0, weight[:, None] * x)
 
 

@@ -148,7 +148,7 @@ def row_in(pool, block, head, row):
 def dot(a, b):
     """a @ b in fp32, as exact as if both were: products of 16-bit numbers are, and the sum of three is fp32."""
     if b.dtype.primitive_bitwidth == 32:
-        product = tl.dot(a.to(tl.float32), b, input_precision="ieee")
+        product = tl.dot(to_float(a), b, input_precision="ieee")
     elif a.dtype.primitive_bitwidth == 32:
         product = _dot_split(a, b)
     else:
@@ -160,9 +160,9 @@ def dot(a, b):
 def _dot_split(a, b):
     """fp32 x 16 bits, `a` as the sum of three bfloat16 numbers."""
     high = a.to(tl.bfloat16)
-    rest = a - high.to(tl.float32)
+    rest = a - to_float(high)
     middle = rest.to(tl.bfloat16)
-    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    low = (rest - to_float(middle)).to(tl.bfloat16)
     small = _dot_16_bits(middle, b) + _dot_16_bits(low, b)
     # Of an infinite number only the first part counts, the others would make it NaN.
     return _dot_16_bits(high, b) + tl.where(tl.abs(small) < float("inf"), small, 0.0)
@@ -171,7 +171,7 @@ def _dot_split(a, b):
 @triton.jit
 def _dot_16_bits(a, b):
     if INTERPRETED or a.dtype != b.dtype:  # the interpreter would multiply the bit patterns of bfloat16
-        product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32")  # which holds 16-bit numbers
+        product = tl.dot(to_float(a), to_float(b), input_precision="tf32")  # which holds 16-bit numbers
     else:
         product = tl.dot(a, b)
     return product
@@ -202,9 +202,23 @@ def tanh(x):
     return tl.where(x < 0, -size, size)
 
 
+# Casts of bfloat16 by its bits: the interpreter truncates where a device rounds to nearest, ties to even, and doesn't
+# know its subnormal numbers.
+
+
+@triton.jit
+def to_float(x):
+    """Any float to fp32."""
+    if x.dtype == tl.bfloat16:
+        result = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        result = x.to(tl.float32)
+    return result
+
+
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """fp32 to `dtype`, to nearest and ties to even: what a cast does on a device, not in the interpreter."""
+    """fp32 to `dtype`."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         near = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)

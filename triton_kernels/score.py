@@ -24,6 +24,7 @@ from .primitives import (
     sequences,
     span,
     tile_dim,
+    to_float,
     verb,
 )
 
@@ -74,7 +75,7 @@ def score_pages(
             d = start + tl.arange(0, TILE_DIM)
             q = tl.load(row_at(query, b, t, head)[:, None] + d[None, :],
                         mask=exists[:, None] & (d < DIM)[None, :], other=0.0)  # fmt: skip
-            above, below = weights(q.to(tl.float32), slack)
+            above, below = weights(to_float(q), slack)
             mask = (block >= 0)[:, None] & (d < DIM)[None, :]
             row = page % PAGES_PER_BLOCK
             high = tl.load(row_in(page_max, block, kv_head, row)[:, None] + d[None, :], mask=mask, other=0.0)

@@ -1,0 +1,157 @@
+"""The GPU path: which kernels serve a card, and, on a device, one captured step for every length."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import gpu_kernels
+import pytest
+import torch
+
+import quest
+from quest import QuestConfig, backends, gpu, packing_of, reference, reference_packed
+from quest.bench import gpu as bench
+from quest.bench.shapes import Shape
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "runs"),
+    [
+        ("80;90;100;120+PTX", (8, 0), True),
+        ("80;90;100;120+PTX", (8, 9), True),
+        ("80;90;100;120+PTX", (9, 0), True),
+        ("80;90;100;120+PTX", (10, 3), True),
+        ("80;90;100;120+PTX", (12, 1), True),
+        ("80;90;100;120+PTX", (13, 0), True),
+        ("80;90;100;120+PTX", (11, 0), False),
+        ("80;90;100;120+PTX", (7, 5), False),
+        ("120", (13, 0), False),
+        ("90", (8, 9), False),
+        ("90+PTX", (10, 0), True),
+    ],
+)
+def test_cards_that_machine_code_serves(monkeypatch, archs, capability, runs):
+    monkeypatch.setattr(gpu, "extension_archs", lambda: archs)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    reason = gpu.extension_missing(CUDA)
+    assert (reason == "") == runs
+    if not runs:
+        assert f"sm_{capability[0]}{capability[1]}" in reason
+        assert archs in reason
+
+
+def test_choice_of_a_backend(monkeypatch):
+    """CUDA where it can, else Triton, else every reason; a name never means another."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    missing = {"extension": "", "triton": ""}
+    monkeypatch.setattr(gpu, "extension_missing", lambda device=None: missing["extension"])
+    monkeypatch.setattr(gpu, "triton_missing", lambda: missing["triton"])
+    assert backends.choose("auto", CUDA) == "cuda"
+    missing["extension"] = "no code for this card"
+    assert backends.choose("auto", CUDA) == "triton"
+    with pytest.raises(ValueError, match="backend cuda can't run: no code for this card"):
+        backends.choose("cuda", CUDA)
+    missing["triton"] = "no triton"
+    with pytest.raises(ValueError, match=r"backend auto: no backend for tensors on cuda: no triton; no code for this "):
+        backends.choose("auto", CUDA)
+    with pytest.raises(ValueError, match="backend verbs can't run: the tensors are on cuda"):
+        backends.choose("verbs", CUDA)
+    with pytest.raises(ValueError, match="backend triton can't run: no triton; the tensors are on cpu"):
+        backends.choose("triton", torch.device("cpu"))
+    assert backends.choose("auto", torch.device("cpu")) == "cpu"
+
+
+def test_import_needs_no_triton_and_starts_no_cuda():
+    code = """
+import sys
+sys.modules["triton"] = None
+import quest, torch
+from quest import backends
+from quest.integrations import transformers
+assert not torch.cuda.is_initialized()
+assert "quest.triton_kernels" not in sys.modules
+print(backends.available()[1].reasons)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "triton" in done.stdout or torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_kernels.NAMES if name != "device"])
+def test_benchmark_runs_the_stages_of_the_step(name):
+    """Here on the CPU, interpreted or emulated: what `bench/gpu_check.py` measures on a device is what a step does."""
+    with gpu_kernels.in_place_of_cpu(name):
+        for preset in ("default", "pages16"):
+            shape = Shape(300, 2, 64, "float32", 4, 2, 32, preset=preset)
+            torch.manual_seed(0)
+            row = bench.measure(shape, 1e9, torch.device("cpu"), rounds=1)
+            stages = {"store", "select", "attend"} | ({"score"} if preset == "pages16" else set())
+            assert all(row[f"{name}_ms"] > 0 for name in stages)
+            assert min(row["ms"], row["eager_ms"], row["dense_ms"], row["own_dense_ms"]) > 0
+            assert row["flashinfer_ms"] is None or row["flashinfer_ms"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("preset", ["default", "pages16", "dense"])
+def test_captured_step_serves_other_lengths(preset, dtype):
+    """A replay equals the same step without a graph, whatever lengths, tables and keys the tensors now hold."""
+    config = {
+        "default": QuestConfig(budget=64, block_size=64),
+        "pages16": QuestConfig(page_size=16, budget=64),
+        "dense": QuestConfig(page_size=16, budget=4096),
+    }[preset]
+    here = on_device(make_step(config, dtype, lengths=[700, 64, 1]))
+    call(here, config)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call(here, config)
+    for lengths in ([700, 64, 1], [701, 0, 2], [63, 640, 130], [1000, 1024, 1023]):
+        other = on_device(make_step(config, dtype, lengths, seed=sum(lengths)))
+        for there, new in zip(here, other, strict=True):
+            there.copy_(new)
+        graph.replay()
+        expected_out, expected_lse = call(other, config)
+        assert out.equal(expected_out)
+        assert lse.equal(expected_lse)
+        assert all(a.equal(b) for a, b in zip(here, other, strict=True))
+
+
+def on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.cuda() for x in tensors]
+
+
+def make_step(config: QuestConfig, dtype: torch.dtype, lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
+    """The tensors that `decode` takes, of equal shapes for all lengths up to 1,024."""
+    rng = torch.Generator().manual_seed(seed)
+    batch, heads, kv_heads, dim, size = len(lengths), 8, 2, 64, config.block_size
+    blocks = 1024 // size
+    random = lambda *shape: torch.randn(shape, generator=rng).to(dtype)  # noqa: E731
+    k_cache, v_cache = (random(batch * blocks, kv_heads, size, dim) for _ in range(2))
+    table = torch.randperm(batch * blocks, generator=rng).view(batch, blocks).int()
+    lens = torch.tensor(lengths, dtype=torch.int32)
+    last = (lens.long() - 1).clamp_min(0)[:, None]
+    slots = table.long().gather(1, last // size) * size + last % size
+    slots[lens == 0] = -1
+    before = (lens - 1).clamp_min(0)
+    packing = packing_of(config)
+    if packing is None:
+        summaries = [
+            torch.zeros(batch * blocks, kv_heads, size // config.page_size, dim, dtype=dtype) for _ in range(2)
+        ]
+        reference.summarise(k_cache, *summaries, table, before, before)
+    else:
+        summaries = [torch.zeros(batch * blocks, kv_heads, packing.num_bytes(dim), dtype=torch.uint8)]
+        sink = config.sink_tokens
+        reference_packed.pack(k_cache, *summaries, table, before, before, packing=packing, sink_tokens=sink)
+    new = [random(batch, 1, n, dim) for n in (heads, kv_heads, kv_heads)]
+    return [*new, k_cache, v_cache, *summaries, table, lens, slots]
+
+
+def call(tensors: list[torch.Tensor], config: QuestConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    op = quest.decode if config.summary_bits is None else quest.decode_packed
+    return op(*tensors, config=config)
