@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .agree import NEG_INF, agreed, share_of
 from .primitives import (
     TILE_HEADS,
     Launch,
@@ -31,7 +32,6 @@ from .primitives import (
 TILE_DIM = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 32}  # at most: more would not fit the registers
 AGREE_PAGES = 1024  # of a program of `agree`, at least
 AGREE_SPLITS = 16  # programs of `agree` for each row, at most
-NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -127,19 +127,13 @@ def agree(
     exists = in_group < GROUP
     head = (row * GROUP + in_group)[:, None]
     best, total = _best_and_sum(parts + head * num_chunks * 2, num_chunks, exists, softmax_scale, HEADS, PAGES)
-    share = tl.where(exists, 1.0 / (GROUP * tl.maximum(total, 1e-38)), 0.0)
+    share = share_of(total, exists, GROUP)
     for start in range(split * pages_per_split, tl.minimum((split + 1) * pages_per_split, max_pages), PAGES):
         page = start + tl.arange(0, PAGES)
         inside, scored = page < max_pages, is_scored(page, seen, PAGE_SIZE)
         score = tl.load(raw + head * max_pages + page[None, :], mask=exists[:, None] & inside[None, :], other=NEG_INF)
-        gap = gap_to(best[:, None], score)
-        if SOFTMAX:
-            agreed = tl.sum(exp(gap * softmax_scale) * share[:, None], 0)
-        else:
-            agreed = tl.max(tl.where(exists[:, None], gap, NEG_INF), 0)
-        nan = tl.max((score != score).to(tl.int32), 0) > 0
-        agreed = tl.where(nan, float("nan"), agreed)
-        tl.store(scores + row * max_pages + page, tl.where(scored, agreed, NEG_INF), mask=inside)
+        one = agreed(score, best, share, exists, softmax_scale, SOFTMAX)
+        tl.store(scores + row * max_pages + page, tl.where(scored, one, NEG_INF), mask=inside)
 
 
 @verb
