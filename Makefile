@@ -13,7 +13,7 @@ help:
 	@echo "make lint   ruff, clang-format, mypy"
 	@echo "make bench  a decode step verb by verb and as a whole, and a model through transformers"
 	@echo "make accuracy  bytes read against accuracy on two models (ARGS='--mode full --json FILE': hours, resumable)"
-	@echo "make wheel  a wheel in dist/"
+	@echo "make wheel  a wheel in dist/, with CUDA kernels where nvcc is found"
 	@echo "make clean  remove what was built, but not .venv"
 
 # One stamp for the whole set-up: newer sources or requirements run the script again, which redoes only what changed.
@@ -34,7 +34,7 @@ asan: .venv/.ready
 lint: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard tests/native/*.cpp)
+	$(BIN)/clang-format --dry-run -Werror $(CPP) $(wildcard tests/native/*.cpp tests/emulator/*.h tests/emulator/*.cpp)
 	$(BIN)/mypy
 
 bench: .venv/.ready
@@ -49,7 +49,7 @@ accuracy: .venv/.ready
 	$(BIN)/quest bench accuracy $(ARGS)
 
 wheel: .venv/.ready
-	$(BIN)/python -m pip wheel . -q --no-deps --no-build-isolation --wheel-dir dist
+	PYTHON=$(BIN)/python bash scripts/wheel.sh
 
 clean:
 	rm -rf build dist *.egg-info quest/*.so .venv/.ready .pytest_cache .mypy_cache .ruff_cache .hypothesis

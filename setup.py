@@ -26,7 +26,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 VERSION = "0.1.0"
-TORCH_MIN = (2, 13)
+TORCH_MIN = (2, 11)
 PYTHON_MIN = (3, 11)
 CUDA_ARCHS = os.environ.get("QUEST_CUDA_ARCHS", "80;90;100;120+PTX")
 
@@ -238,8 +238,9 @@ class BuildExt(build_ext):
                     command = [*cxx, *COMMON, *KERNEL, *isa_flags, f"-DQUEST_ISA={isa}", *own_flags]
                     objects.append(ninja_file.compile(source, command, f".{isa}"))
         else:
-            binding += [f"-isystem{CUDA}/include", *own_flags]
+            binding += [f"-isystem{CUDA}/include", f'-DQUEST_CUDA_ARCHS="{CUDA_ARCHS}"', *own_flags]
             objects = [ninja_file.compile(source, binding) for source in sources("csrc/cuda/*.cpp")]
+            objects.append(BUILD / "arguments.o")  # which quest._C has too
             nvcc = [CUDA / "bin/nvcc", "-ccbin", cxx[-1], "-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden"]
             nvcc += ["--expt-relaxed-constexpr", "-Icsrc", *gencode()]
             objects += [ninja_file.compile(source, nvcc, ".cu") for source in sources("csrc/cuda/*.cu")]

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "cpu/kernels.h"
-
 namespace quest {
 
 static GroupRule rule_of(const std::string& name, const char* op) {
@@ -57,6 +55,19 @@ SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, 
     expect(x->size(0) == k_cache.size(0) && x->size(1) == k_cache.size(1) && x->size(3) == k_cache.size(3) &&
                x->scalar_type() == k_cache.scalar_type() && x->size(2) * seq.page_size == seq.block_size,
            op, "page_min, page_max", "must match k_cache and page_size");
+  return p;
+}
+
+SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, const Tensor& page_max,
+                                 const Tensor& block_table, const Tensor& seq_lens, const Tensor& num_new, bool check,
+                                 const char* op) {
+  expect(k_cache.dim() == 4 && page_min.dim() == 4 && page_max.dim() == 4, op, "k_cache", "expected 4 dimensions");
+  const int64_t block_size = k_cache.size(2), pages = page_min.size(2);
+  expect(pages >= 1 && block_size % pages == 0, op, "page_min", "pages per block must divide block_size");
+  SummariseParams p = summarise_params(
+      k_cache, page_min, page_max,
+      sequences_of(block_table, seq_lens, k_cache.size(0), block_size, block_size / pages, 1, -1, check, op), op);
+  p.num_new = int32_of(num_new, p.seq.batch, op, "num_new");
   return p;
 }
 
@@ -133,16 +144,6 @@ Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size,
   expect(reinterpret_cast<uintptr_t>(p.data) % 4 == 0 && p.stride_block % 4 == 0 && p.stride_head % 4 == 0, op,
          "packed", "must lie at multiples of 4 bytes");
   return p;
-}
-
-void expect_finite(const AppendParams& p, const char* op) {
-  for (int64_t i = 0; i < p.num_tokens; i++) {
-    if (p.slots[i] < 0) continue;
-    for (int64_t h = 0; h < p.num_kv_heads; h++)
-      if (!cpu::kernels().finite(p.key, i / p.q_len, i % p.q_len, h))
-        fail(op, ": key: must be finite and at most 1e38 where summaries are packed, got another value in token ", i,
-             ", KV head ", h);
-  }
 }
 
 PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
@@ -267,6 +268,59 @@ void choose_pages(AttendParams& p, const Tensor& page_idx, const char* op) {
   p.idx_stride_head = page_idx.stride(2);
   p.max_selected = page_idx.size(3);
   p.sel_heads = page_idx.size(2);
+}
+
+AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+                           const Tensor& seq_lens, const std::optional<Tensor>& page_idx, int64_t page_size,
+                           double softmax_scale, double softcap, const std::optional<Tensor>& sinks, int64_t window,
+                           bool check, const char* op) {
+  expect(query.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4, op, "query", "expected 4 dimensions");
+  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
+                                     window, check, op);
+  AttendParams p = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
+  if (page_idx) choose_pages(p, *page_idx, op);
+  return p;
+}
+
+std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype,
+                                    std::optional<torch::stable::Device> device) {
+  const Sequences& seq = p.seq;
+  const int64_t group = p.num_heads / p.sel_heads;
+  p.num_tiles = (group + kTileHeads - 1) / kTileHeads;
+  p.tile_heads = (group + p.num_tiles - 1) / p.num_tiles;
+  p.num_splits = 1;
+  p.partial = nullptr;
+  Tensor out = new_tensor({seq.batch, seq.q_len, p.num_heads, p.v_cache.dim}, out_dtype, device);
+  Tensor lse = new_tensor({seq.batch, seq.q_len, p.num_heads}, ScalarType::Float, device);
+  p.out = rows_of(out, "attend", "out");
+  p.lse = static_cast<float*>(data_of(lse));
+  return {out, lse};
+}
+
+MergeParams merge_params(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
+                         const char* op) {
+  const Tensor* tensors[] = {&out_a, &lse_a, &out_b, &lse_b};
+  for (const Tensor* x : tensors) expect(x->is_contiguous(), op, "out, lse", "must be contiguous");
+  expect(out_a.dim() >= 1 && out_a.numel() == out_b.numel() && out_a.scalar_type() == out_b.scalar_type(), op, "out_b",
+         "must match out_a");
+  MergeParams p;
+  p.dtype = dtype_of(out_a, op, "out_a");
+  p.dim = out_a.size(out_a.dim() - 1);
+  expect(lse_a.scalar_type() == ScalarType::Float && lse_b.scalar_type() == ScalarType::Float &&
+             lse_a.numel() == lse_b.numel() && (p.dim == 0 || lse_a.numel() == out_a.numel() / p.dim),
+         op, "lse_a, lse_b", "expected float32, one value for each row of out");
+  p.out_a = data_of(out_a);
+  p.out_b = data_of(out_b);
+  p.lse_a = static_cast<const float*>(data_of(lse_a));
+  p.lse_b = static_cast<const float*>(data_of(lse_b));
+  return p;
+}
+
+std::tuple<Tensor, Tensor> allocate(MergeParams& p, const Tensor& out_like, const Tensor& lse_like) {
+  Tensor out = torch::stable::empty_like(out_like), lse = torch::stable::empty_like(lse_like);
+  p.out = data_of(out);
+  p.lse = static_cast<float*>(data_of(lse));
+  return {out, lse};
 }
 
 }  // namespace quest

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 
 #include "tensors.h"
 
@@ -13,6 +14,9 @@ AppendParams append_params(const Tensor& key, const Tensor& value, const Tensor&
 // num_new is left to the caller.
 SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, const Tensor& page_max,
                                  const Sequences& seq, const char* op);
+SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, const Tensor& page_max,
+                                 const Tensor& block_table, const Tensor& seq_lens, const Tensor& num_new, bool check,
+                                 const char* op);
 ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tensor& page_max, const Sequences& seq,
                          double softmax_scale, double slack, const std::string& group_rule, const char* op);
 // Allocates the scores of all query heads (`raw`) and of the groups; returns what the selection reads.
@@ -20,8 +24,6 @@ Tensor allocate(ScoreParams& p, Tensor& raw, Tensor& weights);
 // How packed summaries are laid out, as quest/packing.py says; coarse_size 0 = one level.
 Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size, int64_t coarse_size, int64_t bits,
                  const char* op);
-// Refuses keys that are not finite or too large for codes, in the tokens that are stored.
-void expect_finite(const AppendParams& p, const char* op);
 PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
                                       const Sequences& seq, double coarse_keep, int64_t coarse_limit, int64_t budget,
                                       double budget_fraction, int64_t sink_pages, int64_t recent_pages,
@@ -39,5 +41,16 @@ SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t b
 AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Sequences& seq,
                            double softmax_scale, double softcap, const std::optional<Tensor>& sinks, const char* op);
 void choose_pages(AttendParams& p, const Tensor& page_idx, const char* op);
+AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
+                           const Tensor& seq_lens, const std::optional<Tensor>& page_idx, int64_t page_size,
+                           double softmax_scale, double softcap, const std::optional<Tensor>& sinks, int64_t window,
+                           bool check, const char* op);
+// Allocates out and lse, on the CPU if no device is named, and chooses the heads that are attended to together.
+std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype,
+                                    std::optional<torch::stable::Device> device = std::nullopt);
+MergeParams merge_params(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b,
+                         const char* op);
+// Allocates out and lse, like those of a part.
+std::tuple<Tensor, Tensor> allocate(MergeParams& p, const Tensor& out_like, const Tensor& lse_like);
 
 }  // namespace quest

@@ -16,15 +16,7 @@ void append(const Tensor& key, const Tensor& value, Tensor k_cache, Tensor v_cac
 
 void summarise(const Tensor& k_cache, Tensor page_min, Tensor page_max, const Tensor& block_table,
                const Tensor& seq_lens, const Tensor& num_new, bool check) {
-  const char* op = "summarise";
-  expect(k_cache.dim() == 4 && page_min.dim() == 4 && page_max.dim() == 4, op, "k_cache", "expected 4 dimensions");
-  const int64_t block_size = k_cache.size(2), pages = page_min.size(2);
-  expect(pages >= 1 && block_size % pages == 0, op, "page_min", "pages per block must divide block_size");
-  SummariseParams p = summarise_params(
-      k_cache, page_min, page_max,
-      sequences_of(block_table, seq_lens, k_cache.size(0), block_size, block_size / pages, 1, -1, check, op), op);
-  p.num_new = int32_of(num_new, p.seq.batch, op, "num_new");
-  run(p);
+  run(summarise_params(k_cache, page_min, page_max, block_table, seq_lens, num_new, check, "summarise"));
 }
 
 Tensor score(const Tensor& query, const Tensor& page_min, const Tensor& page_max, const Tensor& block_table,
@@ -67,60 +59,44 @@ std::tuple<Tensor, Tensor> select(const Tensor& scores, const Tensor& seq_lens, 
   return {page_idx, counts};
 }
 
+// Ascending page indices, then -1.
+static void check_pages(const AttendParams& p, const char* op) {
+  const Sequences& seq = p.seq;
+  const int64_t rows = seq.batch * seq.q_len * p.sel_heads;
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t h = r % p.sel_heads, t = r / p.sel_heads % seq.q_len, b = r / p.sel_heads / seq.q_len;
+    const int32_t* idx = p.page_idx + b * p.idx_stride_batch + t * p.idx_stride_token + h * p.idx_stride_head;
+    int64_t last = -1;
+    bool ended = false;
+    for (int64_t i = 0; i < p.max_selected; i++) {
+      if (idx[i] == -1) {
+        ended = true;
+        continue;
+      }
+      if (idx[i] < -1 || idx[i] >= seq.max_pages || idx[i] <= last || ended)
+        fail(op, ": page_idx[", b, ", ", t, ", ", h, ", ", i, "]: pages must be ascending in [0, ", seq.max_pages,
+             "), then -1, got ", idx[i]);
+      last = idx[i];
+    }
+  }
+}
+
 std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache,
                                   const Tensor& block_table, const Tensor& seq_lens, std::optional<Tensor> page_idx,
                                   int64_t page_size, double softmax_scale, double softcap, std::optional<Tensor> sinks,
                                   int64_t window, bool check) {
   const char* op = "attend";
-  expect(query.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4, op, "query", "expected 4 dimensions");
-  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
-                                     window, check, op);
-  AttendParams p = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
-  if (page_idx) {
-    choose_pages(p, *page_idx, op);
-    const int64_t rows = seq.batch * seq.q_len * p.sel_heads;
-    for (int64_t r = 0; check && r < rows; r++) {
-      const int64_t h = r % p.sel_heads, t = r / p.sel_heads % seq.q_len, b = r / p.sel_heads / seq.q_len;
-      const int32_t* idx = p.page_idx + b * p.idx_stride_batch + t * p.idx_stride_token + h * p.idx_stride_head;
-      int64_t last = -1;
-      bool ended = false;
-      for (int64_t i = 0; i < p.max_selected; i++) {
-        if (idx[i] == -1) {
-          ended = true;
-          continue;
-        }
-        if (idx[i] < -1 || idx[i] >= seq.max_pages || idx[i] <= last || ended)
-          fail(op, ": page_idx[", b, ", ", t, ", ", h, ", ", i, "]: pages must be ascending in [0, ", seq.max_pages,
-               "), then -1, got ", idx[i]);
-        last = idx[i];
-      }
-    }
-  }
+  AttendParams p = attend_params(query, k_cache, v_cache, block_table, seq_lens, page_idx, page_size, softmax_scale,
+                                 softcap, sinks, window, check, op);
+  if (check && page_idx) check_pages(p, op);
   return run(p, query.scalar_type());
 }
 
 std::tuple<Tensor, Tensor> merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b) {
-  const char* op = "merge";
-  const Tensor* tensors[] = {&out_a, &lse_a, &out_b, &lse_b};
-  for (const Tensor* x : tensors) expect(x->is_contiguous(), op, "out, lse", "must be contiguous");
-  expect(out_a.dim() >= 1 && out_a.numel() == out_b.numel() && out_a.scalar_type() == out_b.scalar_type(), op, "out_b",
-         "must match out_a");
-  MergeParams p;
-  p.dtype = dtype_of(out_a, op, "out_a");
-  p.dim = out_a.size(out_a.dim() - 1);
-  const int64_t rows = p.dim ? out_a.numel() / p.dim : 0;
-  expect(lse_a.scalar_type() == ScalarType::Float && lse_b.scalar_type() == ScalarType::Float &&
-             lse_a.numel() == lse_b.numel() && (p.dim == 0 || lse_a.numel() == rows),
-         op, "lse_a, lse_b", "expected float32, one value for each row of out");
-  Tensor out = torch::stable::empty_like(out_a), lse = torch::stable::empty_like(lse_a);
-  p.out_a = data_of(out_a);
-  p.out_b = data_of(out_b);
-  p.lse_a = static_cast<const float*>(data_of(lse_a));
-  p.lse_b = static_cast<const float*>(data_of(lse_b));
-  p.out = data_of(out);
-  p.lse = static_cast<float*>(data_of(lse));
-  run(p, rows);
-  return {out, lse};
+  MergeParams p = merge_params(out_a, lse_a, out_b, lse_b, "merge");
+  auto result = allocate(p, out_a, lse_a);
+  run(p, p.dim ? lse_a.numel() : 0);
+  return result;
 }
 
 // ---- decode: append .. attend in one call ----

@@ -2,10 +2,22 @@
 #include <vector>
 
 #include "arguments.h"
+#include "cpu/kernels.h"
 #include "ops.h"
 #include "run.h"
 
 namespace quest {
+
+// Refuses keys that are not finite or too large for codes, in the tokens that are stored.
+static void expect_finite(const AppendParams& p, const char* op) {
+  for (int64_t i = 0; i < p.num_tokens; i++) {
+    if (p.slots[i] < 0) continue;
+    for (int64_t h = 0; h < p.num_kv_heads; h++)
+      if (!cpu::kernels().finite(p.key, i / p.q_len, i % p.q_len, h))
+        fail(op, ": key: must be finite and at most 1e38 where summaries are packed, got another value in token ", i,
+             ", KV head ", h);
+  }
+}
 
 static PackParams pack_params(const Tensor& k_cache, const Packed& packed, const Sequences& seq, const int32_t* num_new,
                               int64_t sink_pages, const char* op) {

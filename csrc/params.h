@@ -3,6 +3,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define QUEST_HD __host__ __device__
+#else
+#define QUEST_HD
+#endif
+
 namespace quest {
 
 enum class DType : int { f32, bf16, f16 };
@@ -28,7 +34,7 @@ struct Rows {
   int64_t stride_batch, stride_token, stride_head;  // in elements
   int64_t dim;
 
-  void* at(int64_t b, int64_t t, int64_t head) const {
+  QUEST_HD void* at(int64_t b, int64_t t, int64_t head) const {
     const int64_t element = b * stride_batch + t * stride_token + head * stride_head;
     return static_cast<char*>(data) + element * (dtype == DType::f32 ? 4 : 2);
   }
@@ -52,11 +58,11 @@ struct Sequences {
   int64_t window;  // -1 = none
 
   // Lengths and block ids are bounded here, so that unchecked input never reads out of bounds.
-  int64_t length(int64_t b) const {
+  QUEST_HD int64_t length(int64_t b) const {
     const int64_t n = seq_lens[b], most = max_blocks * block_size;
     return n < 0 ? 0 : n > most ? most : n;
   }
-  int64_t block(int64_t b, int64_t i) const {
+  QUEST_HD int64_t block(int64_t b, int64_t i) const {
     const int64_t id = block_table[b * table_stride + i];
     return id < num_blocks ? id : -1;
   }

@@ -3,14 +3,11 @@
 #include <torch/csrc/stable/library.h>
 
 #include "ops.h"
+#include "schemas.h"
 
 STABLE_TORCH_LIBRARY(quest, m) {
-  m.def(
-      "append(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
-      "bool check=True) -> ()");
-  m.def(
-      "summarise(Tensor k_cache, Tensor(a!) page_min, Tensor(b!) page_max, Tensor block_table, Tensor seq_lens, "
-      "Tensor num_new, bool check=True) -> ()");
+  m.def(quest::schemas::kAppend);
+  m.def(quest::schemas::kSummarise);
   m.def(
       "score(Tensor query, Tensor page_min, Tensor page_max, Tensor block_table, Tensor seq_lens, SymInt page_size, "
       "float softmax_scale, float slack, str group_rule, SymInt window=-1, bool check=True) -> Tensor");
@@ -28,11 +25,8 @@ STABLE_TORCH_LIBRARY(quest, m) {
       "select(Tensor scores, Tensor seq_lens, SymInt page_size, SymInt budget, float budget_fraction, "
       "SymInt sink_pages, SymInt recent_pages, SymInt window, SymInt max_selected, bool check=True) "
       "-> (Tensor, Tensor)");
-  m.def(
-      "attend(Tensor query, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, Tensor? page_idx, "
-      "SymInt page_size, float softmax_scale, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, "
-      "bool check=True) -> (Tensor, Tensor)");
-  m.def("merge(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)");
+  m.def(quest::schemas::kAttend);
+  m.def(quest::schemas::kMerge);
   m.def(
       "decode(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) page_min, "
       "Tensor(d!) page_max, Tensor block_table, Tensor seq_lens, Tensor slot_mapping, bool dense, "

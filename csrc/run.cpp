@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "step.h"
 
@@ -110,20 +111,6 @@ static int64_t most_tokens(const AttendParams& p) {
   int64_t longest = 0;
   for (int64_t b = 0; b < p.seq.batch; b++) longest = std::max(longest, p.seq.length(b));
   return p.every_page ? longest : std::min(longest, p.max_selected * p.seq.page_size);
-}
-
-std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype) {
-  const Sequences& seq = p.seq;
-  const int64_t group = p.num_heads / p.sel_heads;
-  p.num_tiles = ceil_div(group, kTileHeads);
-  p.tile_heads = ceil_div(group, p.num_tiles);
-  p.num_splits = 1;
-  p.partial = nullptr;
-  Tensor out = new_tensor({seq.batch, seq.q_len, p.num_heads, p.v_cache.dim}, out_dtype);
-  Tensor lse = new_tensor({seq.batch, seq.q_len, p.num_heads}, ScalarType::Float);
-  p.out = rows_of(out, "attend", "out");
-  p.lse = static_cast<float*>(data_of(lse));
-  return {out, lse};
 }
 
 Tensor split(AttendParams& p) {

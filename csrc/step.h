@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "cpu/kernels.h"
 #include "tensors.h"
 
@@ -58,9 +59,6 @@ class Flags {
  private:
   std::vector<std::atomic<bool>> done_;
 };
-
-// Allocate out and lse, and choose the heads that are attended to together.
-std::tuple<Tensor, Tensor> allocate(AttendParams& p, ScalarType out_dtype);
 
 // Few units on many threads: split their pages, so that no thread waits long for the last one. Returns what holds the
 // partial results.

@@ -55,8 +55,9 @@ inline Rows rows_of(const Tensor& x, const char* op, const char* arg) {
   return {data_of(x), dtype_of(x, op, arg), x.stride(0), x.stride(1), x.stride(2), x.size(3)};
 }
 
-inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  return torch::stable::empty(sizes, dtype);
+inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype,
+                         std::optional<torch::stable::Device> device = std::nullopt) {
+  return torch::stable::empty(sizes, dtype, std::nullopt, device);  // without a device, on the CPU
 }
 
 inline const int32_t* int32_of(const Tensor& x, int64_t size, const char* op, const char* arg) {

@@ -19,13 +19,13 @@ suitable() { # is $1 a Python 3.11 to 3.13 that can make a virtual environment?
   "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
-torch_folder() { # where the torch 2.13 or newer of Python $1 lies; fails where there is none
+torch_folder() { # where the torch 2.11 or newer of Python $1 lies; fails where there is none
   "$1" - 2>/dev/null <<'PY'
 import re
 from importlib import metadata
 
 found = metadata.distribution("torch")
-if tuple(map(int, re.findall(r"\d+", found.version)[:2])) < (2, 13):
+if tuple(map(int, re.findall(r"\d+", found.version)[:2])) < (2, 11):
     raise SystemExit(1)
 print(found.locate_file("").resolve())
 PY

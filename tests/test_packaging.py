@@ -100,7 +100,7 @@ def test_wheel_holds_libraries_types_and_folders_from_the_top(wheel, tree):
 def test_wheel_metadata(installed):
     (info,) = installed.glob("*.dist-info")
     metadata = (info / "METADATA").read_text()
-    assert "\nRequires-Dist: torch>=2.13\n" in metadata
+    assert "\nRequires-Dist: torch>=2.11\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
     assert "quest = quest.cli:app" in (info / "entry_points.txt").read_text()
     assert (info / "licenses/LICENSE").read_text().lstrip().startswith("Apache License")

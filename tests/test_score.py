@@ -136,7 +136,7 @@ def test_extreme_values(kernels):
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (11, 11), (34, 17)], ids=str)  # one band of KV heads, two, three
-def test_more_pages_than_a_task(kernels, threads, heads):
+def test_more_pages_than_a_task(isa, threads, heads):
     """Rows of many pages and heads are cut into tasks; the parts meet without a seam."""
     torch.set_num_threads(2)
     num_heads, kv_heads = heads

@@ -27,20 +27,20 @@ def best_and_sum(raw, stride, begin, end, softmax_scale, GROUP: tl.constexpr, HE
 
 
 @triton.jit
-def agreed(score, best, share, exists, softmax_scale, SOFTMAX: tl.constexpr):
-    """One score for the heads that exist, NaN where any head's is. [HEADS, n] -> [n]"""
-    gap = gap_to(best[:, None], score)
-    if SOFTMAX:
-        one = tl.sum(exp(gap * softmax_scale) * share[:, None], 0)
-    else:
-        one = tl.max(tl.where(exists[:, None], gap, NEG_INF), 0)
-    return tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), one)
+def share_of(total, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """What a head's exponential counts in the mean over the group's softmaxes; 0 for heads beyond it."""
+    return tl.where(tl.arange(0, HEADS) < GROUP, 1.0 / (GROUP * tl.maximum(total, 1e-38)), 0.0)
 
 
 @triton.jit
-def share_of(total, exists, GROUP: tl.constexpr):
-    """What an exponential counts in the mean over the heads, given each head's sum of them."""
-    return tl.where(exists, 1.0 / (GROUP * tl.maximum(total, 1e-38)), 0.0)
+def agree_tile(score, best, share, softmax_scale, SOFTMAX: tl.constexpr):
+    """[HEADS, n] -> [n]; NaN where any head's is."""
+    gap = gap_to(best[:, None], score)
+    if SOFTMAX:
+        agreed = tl.sum(exp(gap * softmax_scale) * share[:, None], 0)
+    else:
+        agreed = tl.max(tl.where((share > 0)[:, None], gap, NEG_INF), 0)
+    return tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), agreed)
 
 
 @triton.jit
@@ -58,17 +58,15 @@ def agree_heads(
     TILE: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
-    """to[page_of(place)] = the heads' one score, for each place of [begin, end)."""
+    """One score for a group's heads at each place of [begin, end), NaN where any head's is, to[page_of(place)]."""
     best, total = best_and_sum(raw, stride, begin, end, softmax_scale, GROUP, HEADS, TILE)
-    head = tl.arange(0, HEADS)
-    exists = head < GROUP
-    share = share_of(total, exists, GROUP)
+    head, share = tl.arange(0, HEADS)[:, None], share_of(total, GROUP, HEADS)
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
-        mask = exists[:, None] & (place < end)[None, :]
-        score = tl.load(raw + head[:, None] * stride + place[None, :], mask=mask, other=NEG_INF)
-        one = agreed(score, best, share, exists, softmax_scale, SOFTMAX)
-        tl.store(to + page_of(place, map_args), one, mask=place < end)
+        inside = place < end
+        score = tl.load(raw + head * stride + place[None, :], mask=(head < GROUP) & inside[None, :], other=NEG_INF)
+        agreed = agree_tile(score, best, share, softmax_scale, SOFTMAX)
+        tl.store(to + page_of(place, map_args), agreed, mask=inside)
 
 
 def agree_settings(group: int) -> dict[str, int]:
