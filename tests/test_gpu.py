@@ -80,18 +80,41 @@ print(backends.available()[1].reasons)
     assert "triton" in done.stdout or torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("name", [name for name in gpu_kernels.NAMES if name != "device"])
-def test_benchmark_runs_the_stages_of_the_step(name):
-    """Here on the CPU, interpreted or emulated: what `bench/gpu_check.py` measures on a device is what a step does."""
+GPU = [pytest.param(name, marks=pytest.mark.gpu) if name == "device" else name for name in gpu_kernels.NAMES]
+
+
+@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize(
+    "config", [QuestConfig(budget=32, block_size=64), QuestConfig(page_size=16, budget=64)], ids=["packed", "pages"]
+)
+def test_step_equals_the_reference(name, config):
+    """The whole step: what it stores, summarises, selects and attends to; one row stores nothing, one is empty."""
+    op, spec = quest.decode, reference.decode
+    if config.summary_bits is not None:
+        op, spec = quest.decode_packed, reference_packed.decode_packed
+    ours, theirs = (make_step(config, torch.float32, lengths=[96, 64, 193, 0, 1]) for _ in range(2))
+    for step in (ours, theirs):
+        step[-1][1] = -1
+    expected = spec(*theirs, config=config, sinks=torch.ones(8), window=150, softcap=9.0)
     with gpu_kernels.in_place_of_cpu(name):
-        for preset in ("default", "pages16"):
-            shape = Shape(300, 2, 64, "float32", 4, 2, 32, preset=preset)
-            torch.manual_seed(0)
-            row = bench.measure(shape, 1e9, torch.device("cpu"), rounds=1)
-            stages = {"store", "select", "attend"} | ({"score"} if preset == "pages16" else set())
-            assert all(row[f"{name}_ms"] > 0 for name in stages)
-            assert min(row["ms"], row["eager_ms"], row["dense_ms"], row["own_dense_ms"]) > 0
-            assert row["flashinfer_ms"] is None or row["flashinfer_ms"] > 0
+        out, lse = op(*ours, config=config, sinks=torch.ones(8), window=150, softcap=9.0)
+    assert torch.allclose(out, expected[0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(lse, expected[1], rtol=1e-4, atol=1e-5)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize(("name", "preset"), [("triton", "pages16"), ("cuda", "default")])
+def test_benchmark_runs_the_stages_of_the_step(name, preset):
+    """Here on the CPU, interpreted or emulated: what `bench/gpu_check.py` measures on a device is what a step does."""
+    if name not in gpu_kernels.NAMES:
+        pytest.skip("a GPU is here: bench/gpu_check.py measures on it")
+    shape = Shape(150, 1, 64, "float32", 2, 1, 32, preset=preset)
+    with gpu_kernels.in_place_of_cpu(name):
+        row = bench.measure(shape, 1e9, torch.device("cpu"), rounds=1)
+    stages = {"store", "select", "attend"} | ({"score"} if preset == "pages16" else set())
+    assert all(row[f"{stage}_ms"] > 0 for stage in stages)
+    assert min(row["ms"], row["eager_ms"], row["dense_ms"], row["own_dense_ms"]) > 0
+    assert row["flashinfer_ms"] is None or row["flashinfer_ms"] > 0
 
 
 @pytest.mark.gpu
