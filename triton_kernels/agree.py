@@ -27,6 +27,23 @@ def best_and_sum(raw, stride, begin, end, softmax_scale, GROUP: tl.constexpr, HE
 
 
 @triton.jit
+def share_of(total, GROUP: tl.constexpr, HEADS: tl.constexpr):
+    """What a head's exponential counts in the mean over the group's softmaxes; 0 for heads beyond it."""
+    return tl.where(tl.arange(0, HEADS) < GROUP, 1.0 / (GROUP * tl.maximum(total, 1e-38)), 0.0)
+
+
+@triton.jit
+def agree_tile(score, best, share, softmax_scale, SOFTMAX: tl.constexpr):
+    """[HEADS, n] -> [n]; NaN where any head's is."""
+    gap = gap_to(best[:, None], score)
+    if SOFTMAX:
+        agreed = tl.sum(exp(gap * softmax_scale) * share[:, None], 0)
+    else:
+        agreed = tl.max(tl.where((share > 0)[:, None], gap, NEG_INF), 0)
+    return tl.where(tl.max((score != score).to(tl.int32), 0) > 0, float("nan"), agreed)
+
+
+@triton.jit
 def agree_heads(
     raw,  # [GROUP, stride]
     stride,
@@ -43,19 +60,13 @@ def agree_heads(
 ):
     """One score for a group's heads at each place of [begin, end), NaN where any head's is, to[page_of(place)]."""
     best, total = best_and_sum(raw, stride, begin, end, softmax_scale, GROUP, HEADS, TILE)
-    head = tl.arange(0, HEADS)[:, None]
-    share = tl.where(head < GROUP, 1.0 / (GROUP * tl.maximum(total, 1e-38))[:, None], 0.0)
+    head, share = tl.arange(0, HEADS)[:, None], share_of(total, GROUP, HEADS)
     for start in range(begin, end, TILE):
         place = start + tl.arange(0, TILE)
         inside = place < end
         score = tl.load(raw + head * stride + place[None, :], mask=(head < GROUP) & inside[None, :], other=NEG_INF)
-        gap = gap_to(best[:, None], score)
-        if SOFTMAX:
-            agreed = tl.sum(exp(gap * softmax_scale) * share, 0)
-        else:
-            agreed = tl.max(tl.where(head < GROUP, gap, NEG_INF), 0)
-        nan = tl.max((score != score).to(tl.int32), 0) > 0
-        tl.store(to + page_of(place, map_args), tl.where(nan, float("nan"), agreed), mask=inside)
+        agreed = agree_tile(score, best, share, softmax_scale, SOFTMAX)
+        tl.store(to + page_of(place, map_args), agreed, mask=inside)
 
 
 def agree_settings(group: int) -> dict[str, int]:

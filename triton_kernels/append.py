@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -12,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .primitives import (
+    REPRESENTATIVE,
     Launch,
     block_at,
     length_of,
@@ -252,14 +251,12 @@ def append_summarise(
 
 
 def configurations() -> Iterator[Launch]:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, head_dim in itertools.product(dtypes, (64, 128, 256)):
+    ints = torch.empty(8, 8, dtype=torch.int32, device="meta")
+    slots, lens = torch.empty(8, 1, dtype=torch.int64, device="meta"), ints[:, 0]
+    for dtype, head_dim, _ in REPRESENTATIVE:
         new = torch.empty(8, 1, 8, head_dim, dtype=dtype, device="meta")
         cache = torch.empty(64, 8, 16, head_dim, dtype=dtype, device="meta")
         summary = cache[:, :, :1]
-        ints = torch.empty(8, 8, dtype=torch.int32, device="meta")
-        slots = torch.empty(8, 1, dtype=torch.int64, device="meta")
-        lens: Any = ints[:, 0]
         yield from append.plan(new, new, cache, cache, slots)[0]
         yield from summarise.plan(cache, summary, summary, ints, lens, lens)[0]
         yield from append_summarise.plan(new, new, cache, cache, summary, summary, ints, lens, slots)[0]

@@ -3,7 +3,6 @@ the splits of one unit, that is of one token, selection and tile of its query he
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -12,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .primitives import (
+    REPRESENTATIVE,
     TILE_HEADS,
     Launch,
     block_at,
@@ -166,8 +166,9 @@ def combine_splits(
     sums, stats, sinks, out, lse, q_len, num_splits, sel_heads,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, TILE_V_DIM: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each unit and query head of its tile."""
-    unit, lane = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    """One program for each unit and query head of a full tile."""
+    LANES: tl.constexpr = GROUP if GROUP < HEADS else HEADS
+    unit, lane = tl.program_id(0) // LANES, tl.program_id(0) % LANES
     b, t, _, heads, exist = _unit(unit, q_len, sel_heads, GROUP, HEADS)
     own = tl.arange(0, HEADS) == lane
     head = tl.sum(tl.where(own, heads, 0)) + tl.arange(0, 1)
@@ -196,7 +197,7 @@ def _tile(query: Tensor, k_cache: Tensor, v_head_dim: int) -> dict[str, int]:
     if k_cache.dtype == torch.float32:
         dim, tokens = 32, 2048
     elif query.dtype == torch.float32:
-        dim, tokens = 64, 4096
+        dim, tokens = 32, 4096
     else:
         dim, tokens = 128, 8192
     tile_v = tile_dim(v_head_dim)
@@ -276,7 +277,7 @@ def attend(
         return [attention], (out, lse)
     combination = Launch(
         combine_splits,
-        units * TILE_HEADS,
+        units * min(group, TILE_HEADS),
         q_len=q_len,
         TILE_V_DIM=tile["TILE_V_DIM"],
         SPLITS=triton.next_power_of_2(num_splits),
@@ -287,14 +288,22 @@ def attend(
 
 
 def configurations() -> Iterator[Launch]:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, head_dim, group in itertools.product(dtypes, (64, 128, 256), (1, 4, 8)):
-        cache = torch.empty(64, 8, 16, head_dim, dtype=dtype, device="meta")
-        table = torch.empty(64, 512, dtype=torch.int32, device="meta")
-        sinks = torch.empty(8 * group, device="meta")
-        for batch, softcap in ((8, 0.0), (64, 30.0)):  # split, and not
-            query = torch.empty(batch, 1, 8 * group, head_dim, dtype=dtype, device="meta")
-            page_idx = torch.empty(batch, 1, 8, 128, dtype=torch.int32, device="meta")
-            rows = cache, cache, table[:batch], table[:batch, 0]
-            for chosen in (None, page_idx):
-                yield from attend.plan(query, *rows, chosen, 16, 0.1, softcap, sinks if softcap else None)[0]
+    for dtype, head_dim, group in REPRESENTATIVE:
+        yield from _configurations(dtype, dtype, head_dim, head_dim, group)
+    yield from _configurations(torch.bfloat16, torch.bfloat16, 576, 512, 16)  # absorbed MLA
+    yield from _configurations(torch.float32, torch.bfloat16, 1024, 1024, 4)
+    yield from _configurations(torch.float32, torch.float32, 1024, 1024, 4)
+
+
+def _configurations(
+    query_dtype: torch.dtype, dtype: torch.dtype, head_dim: int, v_head_dim: int, group: int
+) -> Iterator[Launch]:
+    k_cache, v_cache = (torch.empty(64, 8, 16, dim, dtype=dtype, device="meta") for dim in (head_dim, v_head_dim))
+    table = torch.empty(64, 512, dtype=torch.int32, device="meta")
+    sinks = torch.empty(8 * group, device="meta")
+    for batch, softcap in ((8, 0.0), (64, 30.0)):  # split, and not
+        query = torch.empty(batch, 1, 8 * group, head_dim, dtype=query_dtype, device="meta")
+        page_idx = torch.empty(batch, 1, 8, 128, dtype=torch.int32, device="meta")
+        row = k_cache, v_cache, table[:batch], table[:batch, 0]
+        for chosen in (None, page_idx):
+            yield from attend.plan(query, *row, chosen, 16, 0.1, softcap, sinks if softcap else None)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .primitives import Launch, exp, gap_to, rounded, tile_dim, to_float, verb
+from .primitives import REPRESENTATIVE, Launch, exp, gap_to, rounded, tile_dim, to_float, verb
 
 ELEMENTS = 2048  # of a tile
 
@@ -73,7 +72,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[l
 
 
 def configurations() -> Iterator[Launch]:
-    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 128, 256)):
+    lse = torch.empty(8, 1, 32, device="meta")
+    for dtype, head_dim, _ in REPRESENTATIVE:
         out = torch.empty(8, 1, 32, head_dim, dtype=dtype, device="meta")
-        lse = torch.empty(8, 1, 32, device="meta")
         yield from merge.plan(out, lse, out, lse)[0]

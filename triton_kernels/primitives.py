@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +18,13 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 MOST_TOKENS = 2**31 - 1
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What scripts/gpu_report.py compiles: dtype, head_dim, query heads of a group.
+REPRESENTATIVE = [
+    *((dtype, head_dim, 4) for dtype in DTYPES for head_dim in (64, 128, 256)),
+    (torch.bfloat16, 128, 1),
+    (torch.bfloat16, 128, 8),
+]
 TILE_HEADS = 16  # query heads of a group that one program works on: the least number of rows of a matrix product
 
 # ---- arguments: as in csrc/params.h, the kernels take them as they are ----
@@ -61,6 +69,8 @@ def rows(x: Tensor) -> Rows:
 def sequences(
     block_table: Tensor, seq_lens: Tensor, num_blocks: int, block_size: int, q_len: int, window: int = -1
 ) -> Sequences:
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
     max_tokens = min(block_table.shape[1] * block_size, MOST_TOKENS)
     window = MOST_TOKENS if window < 0 else min(window, MOST_TOKENS)
     return Sequences(block_table, seq_lens.contiguous(), block_table.stride(0), num_blocks, max_tokens, q_len, window)
@@ -74,10 +84,10 @@ def without_table(seq_lens: Tensor, max_tokens: int, q_len: int, window: int) ->
 
 
 class Launch:
-    """A kernel and what it is started with."""
+    """A kernel and what it is started with; products and sums are fused unless the arguments say otherwise."""
 
     def __init__(self, kernel: Any, programs: int, **arguments: Any) -> None:
-        self.kernel, self.programs, self.arguments = kernel, programs, arguments
+        self.kernel, self.programs, self.arguments = kernel, programs, {"enable_fp_fusion": True} | arguments
 
     def __call__(self) -> None:
         if self.programs > 0:
@@ -132,13 +142,15 @@ def block_at(seq, b, index, mask):
 @triton.jit
 def row_at(rows, b, t, head):
     """Pointers to rows of `Rows`."""
-    return rows.data + b.to(tl.int64) * rows.stride_batch + t.to(tl.int64) * rows.stride_token + head * rows.stride_head
+    of_token = tl.cast(b, tl.int64) * rows.stride_batch + tl.cast(t, tl.int64) * rows.stride_token
+    return rows.data + of_token + tl.cast(head, tl.int64) * rows.stride_head
 
 
 @triton.jit
 def row_in(pool, block, head, row):
-    """Pointers to rows of a `Pool`."""
-    return pool.data + block * pool.stride_block + head.to(tl.int64) * pool.stride_head + row * pool.stride_row
+    """Pointers to rows of a `Pool`; `block` is int64."""
+    of_head = block * pool.stride_block + tl.cast(head, tl.int64) * pool.stride_head
+    return pool.data + of_head + tl.cast(row, tl.int64) * pool.stride_row
 
 
 # ---- arithmetic ----

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .agree import NEG_INF, agree_settings, agree_tile, share_of
 from .primitives import (
+    REPRESENTATIVE,
     TILE_HEADS,
     Launch,
     block_at,
@@ -31,7 +32,6 @@ from .primitives import (
 TILE_DIM = {torch.bfloat16: 128, torch.float16: 64, torch.float32: 32}  # at most: more would not fit the registers
 AGREE_PAGES = 1024  # of a program of `agree`, at least
 AGREE_SPLITS = 16  # programs of `agree` for each row, at most
-NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -42,9 +42,9 @@ def weights(q, slack):
 
 
 @triton.jit
-def is_scored(page, span, PAGE_SIZE: tl.constexpr):
+def is_scored(page, token_span, PAGE_SIZE: tl.constexpr):
     """Whether a token may score a page: it sees some of it, and the summary holds no later token."""
-    length, seen, _, first_page, end_page = span
+    length, seen, _, first_page, end_page = token_span
     scored_end = tl.where(seen == length, end_page, seen // PAGE_SIZE)
     return (page >= first_page) & (page < scored_end)
 
@@ -116,29 +116,24 @@ def agree(
     raw, parts, seq,
     scores,  # [batch, q_len, num_kv_heads, max_pages]
     softmax_scale, max_pages, num_chunks, num_kv_heads, splits, pages_per_split,
-    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, PAGES: tl.constexpr, SOFTMAX: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
     """One score per page for a group's heads; NaN where any head's is. One program for each token, KV head and split of
     the pages."""
     split, row = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     token = (row // num_kv_heads).to(tl.int32)
-    seen = span(seq, token // seq.q_len, token % seq.q_len, PAGE_SIZE)
+    token_span = span(seq, token // seq.q_len, token % seq.q_len, PAGE_SIZE)
     in_group = tl.arange(0, HEADS)
     exists = in_group < GROUP
     head = (row * GROUP + in_group)[:, None]
-    best, total = _best_and_sum(parts + head * num_chunks * 2, num_chunks, exists, softmax_scale, HEADS, PAGES)
-    share = tl.where(exists, 1.0 / (GROUP * tl.maximum(total, 1e-38)), 0.0)
-    for start in range(split * pages_per_split, tl.minimum((split + 1) * pages_per_split, max_pages), PAGES):
-        page = start + tl.arange(0, PAGES)
-        inside, scored = page < max_pages, is_scored(page, seen, PAGE_SIZE)
+    best, total = _best_and_sum(parts + head * num_chunks * 2, num_chunks, exists, softmax_scale, HEADS, TILE)
+    share = share_of(total, GROUP, HEADS)
+    end = tl.minimum((split + 1) * pages_per_split, max_pages)
+    for start in range(split * pages_per_split, end, TILE):
+        page = start + tl.arange(0, TILE)
+        inside, scored = page < end, is_scored(page, token_span, PAGE_SIZE)
         score = tl.load(raw + head * max_pages + page[None, :], mask=exists[:, None] & inside[None, :], other=NEG_INF)
-        gap = gap_to(best[:, None], score)
-        if SOFTMAX:
-            agreed = tl.sum(exp(gap * softmax_scale) * share[:, None], 0)
-        else:
-            agreed = tl.max(tl.where(exists[:, None], gap, NEG_INF), 0)
-        nan = tl.max((score != score).to(tl.int32), 0) > 0
-        agreed = tl.where(nan, float("nan"), agreed)
+        agreed = agree_tile(score, best, share, softmax_scale, SOFTMAX)
         tl.store(scores + row * max_pages + page, tl.where(scored, agreed, NEG_INF), mask=inside)
 
 
@@ -162,9 +157,8 @@ def score(
     dim = min(tile_dim(head_dim), TILE_DIM[page_min.dtype])
     pages = min(64, 4096 // dim)
     num_chunks = triton.cdiv(max_pages, pages)
-    rows_of_heads = (batch, q_len, num_heads)
-    raw = query.new_empty(*rows_of_heads, max_pages, dtype=torch.float32)
-    parts = query.new_empty(*rows_of_heads, num_chunks, 2, dtype=torch.float32)
+    raw = query.new_empty(batch, q_len, num_heads, max_pages, dtype=torch.float32)
+    parts = query.new_empty(batch, q_len, num_heads, num_chunks, 2, dtype=torch.float32)
     common = dict(
         raw=raw,
         parts=parts,
@@ -173,7 +167,6 @@ def score(
         max_pages=max_pages,
         num_chunks=num_chunks,
         num_kv_heads=num_kv_heads,
-        GROUP=group,
         PAGE_SIZE=page_size,
         num_warps=4,
     )
@@ -184,6 +177,7 @@ def score(
         page_min=pool(page_min),
         page_max=pool(page_max),
         slack=slack,
+        GROUP=group,
         PAGES_PER_BLOCK=pages_per_block,
         DIM=head_dim,
         TILE_DIM=dim,
@@ -196,26 +190,23 @@ def score(
         return [bounds], raw
     scores = raw.new_empty(batch, q_len, num_kv_heads, max_pages)
     splits = min(AGREE_SPLITS, triton.cdiv(max_pages, AGREE_PAGES))
-    heads = triton.next_power_of_2(group)
     agreement = Launch(
         agree,
         batch * q_len * num_kv_heads * splits,
         scores=scores,
         splits=splits,
         pages_per_split=triton.cdiv(max_pages, max(1, splits)),
-        HEADS=heads,
-        PAGES=max(16, 2048 // heads),
         SOFTMAX=group_rule == "softmax",
+        **agree_settings(group),
         **common,
     )
     return [bounds, agreement], scores
 
 
 def configurations() -> Iterator[Launch]:
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for dtype, head_dim, group in itertools.product(dtypes, (64, 128, 256), (1, 4, 8)):
+    table = torch.empty(8, 512, dtype=torch.int32, device="meta")
+    for dtype, head_dim, group in REPRESENTATIVE:
         query = torch.empty(8, 1, 8 * group, head_dim, dtype=dtype, device="meta")
         summary = torch.empty(4096, 8, 1, head_dim, dtype=dtype, device="meta")
-        table = torch.empty(8, 512, dtype=torch.int32, device="meta")
-        for rule in ("softmax", "per_head"):
+        for rule in ("softmax", "relative", "per_head"):
             yield from score.plan(query, summary, summary, table, table[:, 0], 16, 0.1, 1.0, rule)[0]

@@ -9,6 +9,8 @@
 #include "tensors.h"
 
 #ifndef QUEST_EMULATE
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #endif
 
@@ -34,8 +36,18 @@ class OnDevice {
   static cudaStream_t stream_of(int) { return nullptr; }
 #else
   using Guard = torch::stable::accelerator::DeviceGuard;
+  // The stable ABI gives a stream's handle from torch 2.13 on only. What its C shim has lies in a library of torch's
+  // CUDA builds alone, so it can't be linked with, but it is loaded where there is a CUDA tensor.
   static cudaStream_t stream_of(int device) {
-    return static_cast<cudaStream_t>(torch::stable::accelerator::getCurrentStream(device).nativeHandle());
+    static const auto current = [] {
+      void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+      void* found = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
+      if (!found) throw std::runtime_error("quest: this torch has no aoti_torch_get_current_cuda_stream");
+      return reinterpret_cast<decltype(&aoti_torch_get_current_cuda_stream)>(found);
+    }();
+    void* stream = nullptr;
+    if (current(device, &stream) != AOTI_TORCH_SUCCESS) throw std::runtime_error("quest: torch has no current stream");
+    return static_cast<cudaStream_t>(stream);
   }
 #endif
   static int expect_one_device(const char* op, const Tensor& first, std::initializer_list<const Tensor*> others) {
