@@ -99,7 +99,9 @@ def missing(rows: list[CudaRow]) -> list[str]:
         if row.kernel != "attend":
             continue
         wanted = ["LDGSTS.128"] if row.configuration.startswith("float32") else ["LDGSTS.128", "HMMA", "LDSM"]
-        faults += [f"attend {row.configuration} sm_{row.arch}: no {what}" for what in wanted if not row.instructions[what]]
+        faults += [
+            f"attend {row.configuration} sm_{row.arch}: no {what}" for what in wanted if not row.instructions[what]
+        ]
     return faults
 
 
