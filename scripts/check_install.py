@@ -10,7 +10,7 @@ from quest import PagedKVCache, QuestConfig, backends
 cuda = importlib.util.find_spec("quest._C_cuda") is not None
 print(f"quest {quest.__version__}, torch {torch.__version__}, {torch.ops.quest.build()}")
 if cuda:
-    import quest._C_cuda  # noqa: F401
+    import quest._C_cuda
 
     print(f"CUDA code for {torch.ops.quest_cuda.archs()}")
 assert ("+cu" in quest.__version__) == cuda

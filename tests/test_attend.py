@@ -29,20 +29,20 @@ def attend(case: Case, page_idx: torch.Tensor | None = None, **options: object) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dense(isa, shape):
+def test_dense(kernels, shape):
     case = make(shape)
     check_attend(attend(case), case)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_chosen_pages(isa, shape):
+def test_chosen_pages(kernels, shape):
     case = make(shape)
     page_idx = pages_of(case, shape.num_kv_heads)
     check_attend(attend(case, page_idx), case, page_idx)
 
 
 @pytest.mark.parametrize("shape", ["group_3", "group_7", "many_tokens", "page_24"])
-def test_pages_per_query_head(isa, shape):
+def test_pages_per_query_head(kernels, shape):
     case = make(shape)
     page_idx = pages_of(case, case.shape.num_heads)
     check_attend(attend(case, page_idx), case, page_idx)
@@ -61,7 +61,7 @@ def test_pages_per_query_head(isa, shape):
     ids=str,
 )
 @pytest.mark.parametrize("shape", ["ragged", "group_7", "group_6", "many_tokens"])
-def test_options(isa, shape, options):
+def test_options(kernels, shape, options):
     case = make(shape)
     if "sinks" in options:
         rng = torch.Generator().manual_seed(1)
@@ -71,7 +71,7 @@ def test_options(isa, shape, options):
 
 
 @pytest.mark.parametrize("heads", [(28, 4), (40, 8), (24, 4), (64, 4), (12, 1), (64, 1)], ids=str)
-def test_c01_group_sizes(isa, heads):
+def test_c01_group_sizes(kernels, heads):
     for dtype in (BF16, torch.float32):
         case = make("group_7", num_heads=heads[0], num_kv_heads=heads[1], seq_lens=(37,), dtype=dtype)
         page_idx = torch.arange(3, dtype=torch.int32).expand(1, 1, heads[1], 3)
@@ -85,7 +85,7 @@ def test_c01_group_sizes(isa, heads):
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 192, 256])
-def test_c02_head_dims(isa, head_dim):
+def test_c02_head_dims(kernels, head_dim):
     """NaN lies directly behind every row of K, V and the query."""
     for dtype in DTYPES:
         case = make("dim_32", head_dim=head_dim, seq_lens=(33,), dtype=dtype, layout="padded")
@@ -95,14 +95,14 @@ def test_c02_head_dims(isa, head_dim):
 @pytest.mark.parametrize(
     ("page_size", "block_size"), [(1, 1), (1, 5), (8, 64), (16, 16), (24, 24), (64, 64), (512, 512)]
 )
-def test_c03_page_sizes(isa, page_size, block_size):
+def test_c03_page_sizes(kernels, page_size, block_size):
     case = make(Shape("", page_size=page_size, block_size=block_size, head_dim=16, seq_lens=(600, 1), dtype=F16))
     check_attend(attend(case), case)
     page_idx = pages_of(case, 2)
     check_attend(attend(case, page_idx), case, page_idx)
 
 
-def test_c04_empty_row_among_others(isa):
+def test_c04_empty_row_among_others(kernels):
     """Out 0 and lse -inf exactly, with sinks and chosen pages too."""
     case = make("ragged", seq_lens=(0, 5))
     for options in ({}, {"sinks": torch.ones(4)}, {"softcap": 1.0}, {"window": 3}):
@@ -114,7 +114,7 @@ def test_c04_empty_row_among_others(isa):
 
 
 @pytest.mark.parametrize("width", [0, 1, 5])
-def test_no_page_named(isa, width):
+def test_no_page_named(kernels, width):
     """A selection of nothing reads nothing."""
     case = make("ragged", seq_lens=(37, 5))
     out, lse = attend(case, torch.full((2, 1, 2, width), -1, dtype=torch.int32))
@@ -122,7 +122,7 @@ def test_no_page_named(isa, width):
     assert (lse == -INF).all()
 
 
-def test_c05_every_page_named_is_dense_bit_for_bit(isa):
+def test_c05_every_page_named_is_dense_bit_for_bit(kernels):
     for shape in ("ragged", "many_tokens", "group_7", "page_8", "mla_absorbed"):
         case = make(shape)
         max_pages = case.block_table.shape[1] * case.k_cache.shape[2] // case.page_size
@@ -131,7 +131,7 @@ def test_c05_every_page_named_is_dense_bit_for_bit(isa):
 
 
 @pytest.mark.parametrize("widths", [(192, 128, 2, 2), (576, 512, 16, 1)], ids=str)
-def test_c07_mla(isa, widths):
+def test_c07_mla(kernels, widths):
     """K and V of different width; absorbed, V is the first 512 of K; the scale is the caller's."""
     head_dim, v_head_dim, heads, kv_heads = widths
     for dtype in (torch.float32, BF16):
@@ -143,7 +143,7 @@ def test_c07_mla(isa, widths):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_c09_unwritten_slots_do_not_change_a_bit(isa, dtype):
+def test_c09_unwritten_slots_do_not_change_a_bit(kernels, dtype):
     for shape in ("ragged", "many_tokens", "page_24"):
         results = [attend(make(shape, poison=poison, dtype=dtype)) for poison in (0.0, NAN, INF, -INF, 1e4)]
         for out, lse in results:
@@ -152,7 +152,7 @@ def test_c09_unwritten_slots_do_not_change_a_bit(isa, dtype):
             assert lse.equal(results[0][1])
 
 
-def test_c12_extreme_logits_stay_finite(isa):
+def test_c12_extreme_logits_stay_finite(kernels):
     """Logits of hundreds of thousands, of both signs, in one row."""
     for dtype in DTYPES:
         case = make("group_7", seq_lens=(80,), dtype=dtype)
@@ -162,13 +162,13 @@ def test_c12_extreme_logits_stay_finite(isa):
         check_attend(attend(case), case)
 
 
-def test_values_near_the_largest(isa):
+def test_values_near_the_largest(kernels):
     case = make("group_6", seq_lens=(50,))
     case.v_cache.clamp_(-1, 1).mul_(60000)  # float16
     check_attend(attend(case), case)
 
 
-def test_nan_and_infinity_where_they_are_read(isa):
+def test_nan_and_infinity_where_they_are_read(kernels):
     """NaN in a key or a value reaches the heads that read it and no others; so does an infinite value."""
     for poison in (NAN, INF):
         for chosen in (None, [[0, 2], [0, 1]]):
@@ -187,7 +187,7 @@ def test_nan_and_infinity_where_they_are_read(isa):
             assert lse[:3].isfinite().all()
 
 
-def test_keys_that_get_no_weight(isa):
+def test_keys_that_get_no_weight(kernels):
     """A key with logit -inf weighs nothing, also where it is first, last or alone on its page."""
     for token in (0, 16, 36):
         case = make("ragged", seq_lens=(37,), num_heads=2)
@@ -247,12 +247,12 @@ def test_rounding_to_16_bits(isa, dtype):
     assert same(read_back(values, dtype), values.to(dtype))
 
 
-def test_sinks_without_weight_are_none(isa):
+def test_sinks_without_weight_are_none(kernels):
     case = make("group_3")
     assert all(map(torch.equal, attend(case, sinks=torch.full((9,), -INF)), attend(case)))
 
 
-def test_strided_pages_and_table(isa):
+def test_strided_pages_and_table(kernels):
     """page_idx and block_table are views; lengths and tables wider than needed."""
     case = make("many_tokens")
     page_idx = pages_of(case, 2)
@@ -265,7 +265,7 @@ def test_strided_pages_and_table(isa):
     assert all(map(torch.equal, got, attend(case, page_idx)))
 
 
-def test_three_dimensions(isa):
+def test_three_dimensions(kernels):
     case = make("group_3")
     page_idx = pages_of(case, 3)
     out, lse = attend(case, page_idx)
@@ -275,7 +275,7 @@ def test_three_dimensions(isa):
     assert got[0].is_contiguous()
 
 
-def test_cache_is_not_written(isa):
+def test_cache_is_not_written(kernels):
     case = make("ragged_bf16")
     before = memory(*case.pools, case.query, case.block_table)
     attend(case)

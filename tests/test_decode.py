@@ -70,7 +70,7 @@ def test_fused_equals_the_verbs_bit_for_bit(isa, shape):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", ["ragged", "group_7", "many_tokens", "page_8"])
-def test_options(isa, shape, options):
+def test_options(kernels, shape, options):
     case = make(shape)
     options = options_of(case, options)
     config = config_of(case)
@@ -81,7 +81,7 @@ def test_options(isa, shape, options):
 
 
 @pytest.mark.parametrize("shape", ["ragged", "group_3", "many_tokens", "mla", "page_24"])
-def test_equals_the_reference(isa, shape):
+def test_equals_the_reference(kernels, shape):
     """The whole step against the whole reference, selection included."""
     case = make(shape, dtype=torch.float32)
     for options in OPTIONS:
@@ -95,7 +95,7 @@ def test_equals_the_reference(isa, shape):
 
 
 @pytest.mark.parametrize("shape", ["ragged", "many_tokens", "group_7", "page_8", "mla_absorbed", "all_rows_empty"])
-def test_dense_layers_and_full_budgets_are_dense_bit_for_bit(isa, shape):
+def test_dense_layers_and_full_budgets_are_dense_bit_for_bit(kernels, shape):
     case = make(shape)
     for options in OPTIONS:
         options = options_of(case, options)
@@ -111,7 +111,7 @@ def test_dense_layers_and_full_budgets_are_dense_bit_for_bit(isa, shape):
             assert all(map(torch.equal, run(case, config, **options)[0], dense))
 
 
-def test_layers_have_settings_of_their_own(isa):
+def test_layers_have_settings_of_their_own(kernels):
     case = make("ragged", seq_lens=(300, 200))
     config = config_of(case, dense_layers=(1,), layers={2: {"budget": 96, "slack": 1.0, "group_rule": "per_head"}})
     for layer_idx, same_as in ((1, config_of(case, dense_layers=(0,))), (0, config_of(case)),
@@ -120,7 +120,7 @@ def test_layers_have_settings_of_their_own(isa):
         assert all(map(torch.equal, got, run(case, same_as)[0]))
 
 
-def test_three_dimensions(isa):
+def test_three_dimensions(kernels):
     case = make("group_3")
     config = config_of(case)
     (out, lse), _ = run(case, config)
@@ -133,7 +133,7 @@ def test_three_dimensions(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_c19_ragged_batch(isa, dtype):
+def test_c19_ragged_batch(kernels, dtype):
     """Each row as in a batch of its own, with the same pages; permuted rows give permuted results."""
     lengths = (1, 16, 17, 100, 0)
     case = make("ragged", dtype=dtype)
@@ -158,7 +158,7 @@ def test_c19_ragged_batch(isa, dtype):
     assert got[1].equal(lse[order])
 
 
-def test_a_skipped_row_writes_nothing(isa):
+def test_a_skipped_row_writes_nothing(kernels):
     """Slot -1: the row attends to what it has, and leaves its summaries alone, whose blocks it may share."""
     case = make("ragged", seq_lens=(37, 37))
     state = case.before()
@@ -177,7 +177,7 @@ def test_a_skipped_row_writes_nothing(isa):
 
 
 @pytest.mark.parametrize("shape", ["many_tokens", "many_tokens_bf16"])
-def test_later_tokens_change_nothing_before_them(isa, shape):
+def test_later_tokens_change_nothing_before_them(kernels, shape):
     """Causality, bit for bit: other queries, keys and values from token t on leave the results before t alone."""
     case = make(shape)
     for rule in ("softmax", "relative", "per_head"):
@@ -193,7 +193,7 @@ def test_later_tokens_change_nothing_before_them(isa, shape):
 
 
 @pytest.mark.parametrize("rule", ["softmax", "relative", "per_head"])
-def test_c15_a_key_that_holds_nan(isa, rule):
+def test_c15_a_key_that_holds_nan(kernels, rule):
     """Its page ranks last: read only where it must be or when everything is."""
     case = make("ragged", seq_lens=(160,))
     case.k_cache[case.block_table[0, 4].long(), :, 3, 7] = NAN
@@ -207,7 +207,7 @@ def test_c15_a_key_that_holds_nan(isa, rule):
         assert out.isnan().any() == nan
 
 
-def test_new_tokens_of_a_long_step_are_all_read(isa):
+def test_new_tokens_of_a_long_step_are_all_read(kernels):
     """A step longer than the budget: every token reads all that is new before it."""
     case = make(Shape("", seq_lens=(200, 90), q_len=90, page_size=8, head_dim=16))
     config = config_of(case, budget=24, group_rule="per_head")
@@ -293,7 +293,7 @@ assert (after - before) * 1024 < cache // 100, ((after - before) * 1024, cache)
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_steps_from_an_empty_cache(isa):
+def test_steps_from_an_empty_cache(kernels):
     """Tokens one by one, pools full of NaN at the start: every step equals dense attention over the tokens so far."""
     torch.manual_seed(0)
     heads, kv_heads, dim, steps = 6, 2, 24, 40

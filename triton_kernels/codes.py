@@ -1,4 +1,4 @@
-"""What `pack` and `score_packed` share: where a block's codes lie, as `quest/packing.py` says, and bfloat16 by its bits.
+"""What `pack` and `score_packed` share: where codes lie, as `quest/packing.py` says, and the ranges of pages.
 
 Channels are handled in the order of the words that hold them: place by place, and within a place word by word.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quest.packing import Packing, padded
 
-# Launch options: products are rounded before they are added, as in the reference, and small numbers are not flushed to 0.
+# Launch options: as in the reference, products are rounded before they are added, and small numbers stay what they are.
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
@@ -88,7 +88,7 @@ def pages_of(keys, page, counted, channel, read, k_row, PAGE_SIZE: tl.constexpr)
     at = keys + (page * PAGE_SIZE).to(tl.int64)[:, None] * k_row + channel[None, :]
     low = tl.load(at, mask=mask, other=0).to(tl.float32)
     high = low
-    for token in range(1, PAGE_SIZE):
+    for _ in range(1, PAGE_SIZE):
         at += k_row
         key = tl.load(at, mask=mask, other=0).to(tl.float32)
         low, high = tl.where(key < low, key, low), tl.where(key > high, key, high)

@@ -18,7 +18,7 @@ from quest.packing import Packing, kept_pages
 
 from .agree import NEG_INF, agree_heads, agree_settings
 from .candidates import Choice, Kept, choosable, groups_of, kept_of
-from .codes import EXACT, bounds_at, layout_of, packed_of, pages_of, places_of, words_at
+from .codes import EXACT, bounds_at, layout_of, packed_of, pages_of, words_at
 from .primitives import MOST_TOKENS, Launch, block_at, pool, row_at, row_in, rows, sequences, tile_dim
 from .score_codes import score_codes, toward_and_against, weights_of
 from .select import chunk_settings, offset, take_best
@@ -26,12 +26,12 @@ from .select import chunk_settings, offset, take_best
 
 @triton.jit
 def head_tile(unit, num_kv_heads, q_len, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Of a program for a token, KV head and tile of its query heads: row, token, KV head, and query heads, of which
-    those exist that the last says."""
+    """Of a program for a token, KV head and tile of its query heads: row, token, KV head, the tile's first head in the
+    group, and which of its heads exist."""
     TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    in_group = unit % TILES * HEADS + tl.arange(0, HEADS)
+    first = unit % TILES * HEADS
     kv_head, token = unit // TILES % num_kv_heads, unit // TILES // num_kv_heads
-    return token // q_len, token % q_len, kv_head, kv_head * GROUP + in_group, in_group < GROUP
+    return token // q_len, token % q_len, kv_head, first, first + tl.arange(0, HEADS) < GROUP
 
 
 @triton.jit(do_not_specialize=["seq", "choice", "slack", "num_kv_heads", "max_blocks"])
@@ -47,12 +47,13 @@ def score_groups(
     GROUPS: tl.constexpr = PAGES // GROUP_PAGES
     WORDS: tl.constexpr = DIM * BITS // 16
     index, unit = tl.program_id(0) % max_blocks, tl.program_id(0) // max_blocks
-    b, t, kv_head, head, exists = head_tile(unit, num_kv_heads, seq.q_len, GROUP, HEADS)
+    b, t, kv_head, first_head, exists = head_tile(unit, num_kv_heads, seq.q_len, GROUP, HEADS)
     seen, first, last, coded = choosable(seq, b, t, choice, PAGE_SIZE, PAGES, GROUP_PAGES)
     begin, end = groups_of(first, last, coded, GROUP_PAGES)
     kept = kept_of(end - begin, seen, choice, fraction, coarse_keep, GROUP_PAGES * PAGE_SIZE, True)
     if kept == end - begin or (index + 1) * GROUPS <= begin or index * GROUPS >= end:
         return
+    head = kv_head * GROUP + first_head + tl.arange(0, HEADS)
     token = (b * seq.q_len + t).to(tl.int64)
     to = raw + (token * num_kv_heads * GROUP + head) * max_blocks * GROUPS + index * GROUPS
     block = block_at(seq, b, index, True)
@@ -156,23 +157,24 @@ def score_candidates(
 ):  # fmt: skip
     """A kept group's pages, or as many without codes: a program for each token, tile of heads, and such part."""
     part, unit = tl.program_id(0) % parts, tl.program_id(0) // parts
-    b, t, kv_head, head, exists = head_tile(unit, num_kv_heads, seq.q_len, GROUP, HEADS)
+    b, t, kv_head, first_head, exists = head_tile(unit, num_kv_heads, seq.q_len, GROUP, HEADS)
     _, first, last, coded = choosable(seq, b, t, choice, PAGE_SIZE, PAGES, GROUP_PAGES)
     kept_unit = (b * seq.q_len + t).to(tl.int64) * num_kv_heads + kv_head
     num_kept = tl.load(kept.counts + kept_unit)
+    query_row = row_at(query, b, t, kv_head * GROUP + first_head)
     stride_to = parts.to(tl.int64) * GROUP_PAGES
-    to = raw + kept_unit * GROUP * stride_to + part * GROUP_PAGES
+    to = raw + (kept_unit * GROUP + first_head) * stride_to + part * GROUP_PAGES
     open_page = coded + (part - num_kept) * GROUP_PAGES
     if part < num_kept:
         group = tl.load(kept.groups + kept_unit * kept.max_kept + part)
-        score_kept(row_at(query, b, t, head), exists, packed, seq, b, kv_head, group, first, last,
-                   to + (head - kv_head * GROUP) * stride_to, slack, MOST, HEAD_DIM, DIM, BITS, PAGE_SIZE, PAGES,
-                   GROUP_PAGES, LANES, COARSE_LANES, WORD_TILE, ROWS)  # fmt: skip
+        in_tile = tl.arange(0, HEADS)
+        score_kept(query_row + in_tile * query.stride_head, exists, packed, seq, b, kv_head, group, first, last,
+                   to + in_tile * stride_to, slack, MOST, HEAD_DIM, DIM, BITS, PAGE_SIZE, PAGES, GROUP_PAGES, LANES,
+                   COARSE_LANES, WORD_TILE, ROWS)  # fmt: skip
     elif open_page < last:
-        tile = tl.min(head) - kv_head * GROUP
-        score_open(row_at(query, b, t, kv_head * GROUP + tile), query.stride_head, tl.minimum(GROUP - tile, HEADS),
-                   k_cache, seq, b, kv_head, open_page, first, last, to + tile * stride_to, stride_to, slack, HEAD_DIM,
-                   PAGE_SIZE, PAGES, GROUP_PAGES, DIM_TILE, OPEN_ROWS)  # fmt: skip
+        score_open(query_row, query.stride_head, tl.minimum(GROUP - first_head, HEADS), k_cache, seq, b, kv_head,
+                   open_page, first, last, to, stride_to, slack, HEAD_DIM, PAGE_SIZE, PAGES, GROUP_PAGES, DIM_TILE,
+                   OPEN_ROWS)  # fmt: skip
 
 
 # ---- launches ----
@@ -205,13 +207,14 @@ def plan_candidates(
         tokens = math.ceil(budget_fraction * max_blocks * block_size) if budget_fraction > 0 else budget
         max_kept = kept_pages(max_groups, coarse_keep, coarse_limit, tokens, packing)
     parts = max_kept + (1 if q_len == 1 else groups)  # of candidates; the last ones have no codes
+    units, heads_of_units = (batch, q_len, num_kv_heads), (batch, q_len, num_heads)
 
     def scratch(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return query.new_empty(batch, q_len, *sizes, dtype=dtype)
+        return query.new_empty(sizes, dtype=dtype)
 
-    kept_groups, counts = (scratch(*sizes, dtype=torch.int32) for sizes in ((num_kv_heads, max_kept), (num_kv_heads,)))
-    raw = scratch(num_heads, parts * packing.group_pages)
-    coarse = scratch(num_heads, max_groups if packing.coarse_size else 0)
+    raw = scratch(*heads_of_units, parts * packing.group_pages)
+    coarse = scratch(*heads_of_units, max_groups if packing.coarse_size else 0)
+    kept = Kept(scratch(*units, max_kept, dtype=torch.int32), scratch(*units, dtype=torch.int32), max_kept)
     unit = dict(
         seq=sequences(block_table, seq_lens, num_blocks, block_size, q_len, window),
         choice=Choice(sink_pages, recent_pages, min(budget, MOST_TOKENS), min(coarse_limit, MOST_TOKENS)),
@@ -221,63 +224,51 @@ def plan_candidates(
         GROUP_PAGES=packing.group_pages,
     )
     rule = agree_settings(group) | dict(softmax_scale=softmax_scale, SOFTMAX=group_rule == "softmax")
-    kept = Kept(kept_groups, counts, max_kept)
-
-    def by_codes(kernel: Any, programs: int, codes: int, pages: int, **arguments: Any) -> Launch:
-        """One program for each token, tile of a group's heads, and what `programs` counts."""
-        heads = heads_of(group, codes)
-        programs *= batch * q_len * num_kv_heads * triton.cdiv(group, heads)
-        tiles = dict(GROUP=group, HEADS=heads, ROWS=min(64, max(16, triton.next_power_of_2(pages))))
-        tiles |= dict(WORD_TILE=codes * packing.bits // 32, MOST=float(packing.max_weight(head_dim)))
-        common = unit | layout_of(packing, head_dim) | tiles | EXACT
-        return Launch(kernel, programs, query=rows(query), packed=packed_of(packed), **common, **arguments)
-
-    words = triton.next_power_of_2(layout_of(packing, head_dim)["DIM"] // places_of(packing))
-    coarse_words = 2 * words if packing.single else words
-    launches = []
     keeping = dict(fraction=budget_fraction, coarse_keep=coarse_keep)
-    if packing.coarse_size:
-        launches.append(
-            by_codes(
-                score_groups,
-                max_blocks,
-                32 // packing.bits * coarse_words,
-                groups,
-                raw=coarse,
-                slack=coarse_slack,
-                max_blocks=max_blocks,
-                **keeping,
-            )  # fmt: skip
-        )
-    launches.append(
-        Launch(
-            keep_groups,
-            batch * q_len * num_kv_heads,
-            raw=coarse,
-            scores=scratch(num_kv_heads, coarse.shape[3]),
-            kept=kept,
-            max_groups=max_groups,
-            COARSE=packing.coarse_size is not None,
-            **unit,
-            **rule,
-            **keeping,
-            **chunk_settings(max_groups),
-        )  # fmt: skip
+
+    def by_codes(kernel: Any, programs: int, words: int, pages: int, **arguments: Any) -> Launch:
+        """One program for each token, tile of a group's heads, and what `programs` counts; a page has so many words."""
+        word_tile = triton.next_power_of_2(words)
+        heads = heads_of(group, word_tile * 32 // packing.bits)
+        tiles = dict(HEADS=heads, WORD_TILE=word_tile, ROWS=min(64, max(16, triton.next_power_of_2(pages))))
+        common = unit | layout_of(packing, head_dim) | tiles | EXACT
+        common |= dict(query=rows(query), packed=packed_of(packed), GROUP=group)
+        programs *= math.prod(units) * triton.cdiv(group, heads)
+        return Launch(kernel, programs, MOST=float(packing.max_weight(head_dim)), **common, **arguments)
+
+    by_groups = by_codes(
+        score_groups,
+        max_blocks,
+        packing.coarse_bytes(head_dim) // 4,
+        groups,
+        raw=coarse,
+        slack=coarse_slack,
+        max_blocks=max_blocks,
+        **keeping,
     )
-    dim_tile = tile_dim(head_dim)
-    launches.append(
-        by_codes(
-            score_candidates,
-            parts,
-            32 // packing.bits * words,
-            packing.group_pages,
-            k_cache=pool(k_cache),
-            kept=kept,
-            raw=raw,
-            slack=slack,
-            parts=parts,
-            DIM_TILE=dim_tile,
-            OPEN_ROWS=min(packing.group_pages, max(1, 4096 // dim_tile)),
-        )  # fmt: skip
+    keep = Launch(
+        keep_groups,
+        math.prod(units),
+        raw=coarse,
+        scores=scratch(*units, coarse.shape[3]),
+        kept=kept,
+        max_groups=max_groups,
+        COARSE=packing.coarse_size is not None,
+        **(unit | rule | keeping),
+        **chunk_settings(max_groups),
     )
+    by_pages = by_codes(
+        score_candidates,
+        parts,
+        packing.page_bytes(head_dim) // 4,
+        packing.group_pages,
+        k_cache=pool(k_cache),
+        kept=kept,
+        raw=raw,
+        slack=slack,
+        parts=parts,
+        DIM_TILE=tile_dim(head_dim),
+        OPEN_ROWS=min(packing.group_pages, max(1, 4096 // tile_dim(head_dim))),
+    )
+    launches = [by_groups, keep, by_pages] if packing.coarse_size else [keep, by_pages]
     return Scored(launches, raw, unit | rule | dict(kept=kept, raw=raw, max_candidates=raw.shape[3]))

@@ -14,7 +14,7 @@ from .candidates import candidates_of, choosable, page_at
 from .codes import cache_of, compiled_packings, packing_of
 from .primitives import Launch, verb
 from .score_candidates import plan_candidates
-from .select import chunk_settings, forced_and_chosen, offset, put_forced, take_best
+from .select import forced_and_chosen, offset, put_forced, take_best
 
 
 @triton.jit
@@ -85,6 +85,11 @@ def select_candidates(
     tl.store(counts + row, put_forced(out, first_page, end_page, head_end, tail, chosen, max_selected, CHUNK))
 
 
+def settings_of(max_candidates: int) -> dict[str, int]:
+    """How a unit's candidates are walked through."""
+    return dict(CHUNK=1024, num_warps=4) if max_candidates <= 1024 else dict(CHUNK=2048, num_warps=16)
+
+
 @verb
 def score_packed(
     query: Tensor, k_cache: Tensor, packed: Tensor, block_table: Tensor, seq_lens: Tensor, page_size: int,
@@ -101,7 +106,7 @@ def score_packed(
     heads = query.shape[2] if per_head else k_cache.shape[1]
     scores = raw.new_full((*query.shape[:2], heads, max_pages), float("-inf"))
     scatter = Launch(scatter_candidates, scores[..., 0].numel(), scores=scores, max_pages=max_pages, PER_HEAD=per_head,
-                     **arguments, **chunk_settings(raw.shape[3]))  # fmt: skip
+                     **arguments, **settings_of(raw.shape[3]))  # fmt: skip
     return [*launches, scatter], scores
 
 
@@ -125,7 +130,7 @@ def select_packed(
     counts = raw.new_empty(*query.shape[:2], heads, dtype=torch.int32)
     select = Launch(select_candidates, counts.numel(), scores=scores, page_idx=page_idx, counts=counts,
                     max_selected=max_selected, fraction=budget_fraction, PER_HEAD=per_head, **arguments,
-                    **chunk_settings(raw.shape[3]))  # fmt: skip
+                    **settings_of(raw.shape[3]))  # fmt: skip
     return [*launches, select], (page_idx, counts)
 
 

@@ -39,11 +39,12 @@ class OnDevice {
   // The stable ABI gives a stream's handle from torch 2.13 on only. What its C shim has lies in a library of torch's
   // CUDA builds alone, so it can't be linked with, but it is loaded where there is a CUDA tensor.
   static cudaStream_t stream_of(int device) {
+    using Current = AOTITorchError (*)(int32_t device, void** stream);
     static const auto current = [] {
       void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
       void* found = library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr;
       if (!found) throw std::runtime_error("quest: this torch has no aoti_torch_get_current_cuda_stream");
-      return reinterpret_cast<decltype(&aoti_torch_get_current_cuda_stream)>(found);
+      return reinterpret_cast<Current>(found);
     }();
     void* stream = nullptr;
     if (current(device, &stream) != AOTI_TORCH_SUCCESS) throw std::runtime_error("quest: torch has no current stream");
