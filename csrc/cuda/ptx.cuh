@@ -75,8 +75,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 #undef QUEST_MMA
 }
 
-// x, of which the compiler then knows nothing: what follows from it is computed here, and need not stay in registers from
-// where it was computed before.
+// x, of which the compiler then knows nothing: what follows from it is computed here, and need not stay in registers
+// from where it was computed before.
 __device__ __forceinline__ int anew(int x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -67,10 +67,10 @@ class TokenWalk {
     page_idx_ =
         p.page_idx + unit.b * p.idx_stride_batch + unit.t * p.idx_stride_token + unit.sel_head * p.idx_stride_head;
     const int first = p.every_page ? by.page_size.quotient(first_token_) : 0;
-    const int64_t pages = p.every_page ? max(0, static_cast<int>(end_page_) - first) : p.max_selected;
-    const auto splits = static_cast<int>(p.num_splits);
-    begin_ = first + static_cast<int>(pages * split / splits);
-    tokens_ = (first + static_cast<int>(pages * (split + 1) / splits) - begin_) * by.page_size.by();
+    const int pages = p.every_page ? max(0, static_cast<int>(end_page_) - first) : static_cast<int>(p.max_selected);
+    const int splits = static_cast<int>(p.num_splits), share = pages / splits, rest = pages % splits;
+    begin_ = first + split * share + min(split, rest);
+    tokens_ = (share + (split < rest)) * by.page_size.by();
   }
 
   __device__ __forceinline__ int tokens() const { return tokens_; }

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "emulator/fiber.h"
@@ -71,28 +72,103 @@ struct Thread {
   std::vector<size_t> groups;  // of copies, by where they end
 };
 
+// Numbers that look random, the same for the same seed.
+class Random {
+ public:
+  explicit Random(unsigned seed = 1) : state_(seed * 2654435761u + 1) {}
+  size_t below(size_t n) {
+    state_ = state_ * 1664525u + 1013904223u;
+    return (state_ >> 8) % n;
+  }
+  template <typename T>
+  void shuffle(std::vector<T>& x) {
+    for (size_t i = x.size(); i > 1; i--) std::swap(x[i - 1], x[below(i)]);
+  }
+
+ private:
+  unsigned state_;
+};
+
+// When to shuffle anew: after a few steps or after thousands, so that what comes last may have to wait for long.
+class Patience {
+ public:
+  bool ends(Random& random) {
+    if (left_ > 0) return left_--, false;
+    left_ = size_t{1} << random.below(15);
+    return true;
+  }
+
+ private:
+  size_t left_ = 0;
+};
+
+// The order in which n things run, threads or blocks.
+inline std::vector<size_t> order_of(size_t n, Random& random) {
+  std::vector<size_t> order(n);
+  for (size_t i = 0; i < n; i++) order[i] = config.order == Order::reverse ? n - 1 - i : i;
+  if (config.order == Order::shuffled) random.shuffle(order);
+  return order;
+}
+
+// Dynamic shared memory, NaN at first. The allocation has just its size, so that AddressSanitizer knows where it ends;
+// marks behind it say so in builds without.
+class SharedMemory {
+ public:
+  unsigned char* bytes() { return memory_.get(); }
+  void reset(size_t size) {
+    if (!memory_ || size != size_) {
+      void* p = nullptr;
+      if (posix_memalign(&p, 1024, size + kMarks)) throw std::bad_alloc();
+      memory_.reset(static_cast<unsigned char*>(p));
+      size_ = size;
+    }
+    memset(memory_.get(), 0xff, size_ + kMarks);
+  }
+  bool overrun() const {
+    const unsigned char* end = memory_.get() + size_ + kMarks;
+    return std::any_of(end - kMarks, end, [](unsigned char mark) { return mark != 0xff; });
+  }
+
+ private:
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr size_t kMarks = 0;
+#else
+  static constexpr size_t kMarks = 64;
+#endif
+  struct Free {
+    void operator()(unsigned char* p) const { free(p); }
+  };
+  std::unique_ptr<unsigned char, Free> memory_;
+  size_t size_ = 0;
+};
+
+class Block;
+inline Block* running;  // the block whose thread runs
+
 class Block {
  public:
   dim3 size, grid;
   uint3 index;
 
   Thread& current() { return *current_; }
-  unsigned char* shared() { return shared_; }
+  unsigned char* shared() { return shared_.bytes(); }
 
-  void run(const std::function<void()>& kernel, unsigned char* shared, unsigned seed) {
-    start(kernel, shared);
-    std::vector<size_t> order(threads_.size());
-    for (size_t i = 0; i < order.size(); i++) order[i] = config.order == Order::reverse ? order.size() - 1 - i : i;
-    Random random(seed);
-    while (alive_ > 0) {
-      if (config.order == Order::shuffled) random.shuffle(order);
-      bool progress = false;
-      for (size_t i : order) progress |= resume(threads_[i]);
-      if (!error_.empty()) throw std::runtime_error(error_);
-      if (!progress) throw std::runtime_error(deadlock());
+  void start(const std::function<void()>& kernel, size_t shared_bytes, unsigned seed);
+
+  // Let threads run until they wait for others: all of them, or in the shuffled order the first that can. False at the
+  // block's end.
+  bool step() {
+    running = this;
+    if (config.order == Order::shuffled && patience_.ends(random_)) random_.shuffle(order_);
+    bool resumed = false;
+    for (size_t i : order_) {
+      resumed |= resume(threads_[i]);
+      if (resumed && config.order == Order::shuffled) break;
     }
-    for (const Thread& t : threads_)
-      if (!t.copies.empty()) throw std::runtime_error("a copy to shared memory was never waited for");
+    if (!error_.empty()) throw std::runtime_error(error_);
+    if (alive_ > 0 && !resumed) throw std::runtime_error(deadlock());
+    if (alive_ == 0) expect_a_clean_end();
+    return alive_ > 0;
   }
 
   void barrier(Place place) {
@@ -105,6 +181,14 @@ class Block {
     open_barrier();
     if (barrier_turn_ == turn) wait(&barrier_turn_, turn, "__syncthreads", place);
   }
+
+  // Where other blocks can see how far this one has come: let them, in the shuffled order, go first for a while.
+  void pause() {
+    if (config.order != Order::shuffled) return;
+    paused_ = true;
+    emulator_switch(&current_->stack_pointer, scheduler_);
+  }
+  bool paused() { return std::exchange(paused_, false); }
 
   // All lanes of `mask` give a value; the last to come runs `work` on the values; all get them back.
   template <typename T, typename Work>
@@ -130,20 +214,7 @@ class Block {
     return slots;
   }
 
-  struct Random {
-    unsigned state;
-    explicit Random(unsigned seed) : state(seed * 2654435761u + 1) {}
-    template <typename T>
-    void shuffle(std::vector<T>& x) {
-      for (size_t i = x.size(); i > 1; i--) {
-        state = state * 1664525u + 1013904223u;
-        std::swap(x[i - 1], x[(state >> 8) % i]);
-      }
-    }
-  };
-
  private:
-  void start(const std::function<void()>& kernel, unsigned char* shared);
   static void enter();
 
   void wait(const unsigned* what_changes, unsigned seen, const char* what, Place place) {
@@ -164,6 +235,11 @@ class Block {
     barrier_arrived_ = 0;
     barrier_turn_++;
   }
+  void expect_a_clean_end() const {
+    for (const Thread& t : threads_)
+      if (!t.copies.empty()) throw std::runtime_error("a copy to shared memory was never waited for");
+    if (shared_.overrun()) throw std::runtime_error("shared memory was written beyond its end");
+  }
   std::string deadlock() const {
     std::string text = "deadlock in block " + std::to_string(index.x) + ":";
     int named = 0;
@@ -177,23 +253,29 @@ class Block {
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
   Stacks stacks_;
+  SharedMemory shared_;
+  Random random_;
+  Patience patience_;
+  std::vector<size_t> order_;
   const std::function<void()>* kernel_ = nullptr;
-  unsigned char* shared_ = nullptr;
   Thread* current_ = nullptr;
   void* scheduler_ = nullptr;
   unsigned alive_ = 0, barrier_arrived_ = 0, barrier_turn_ = 0;
   Place barrier_place_{};
+  bool paused_ = false;
   std::string error_;
 };
 
-inline Block block;  // the one that runs
-inline Thread& current() { return block.current(); }
+inline Block& block() { return *running; }
+inline Thread& current() { return running->current(); }
 
-inline void Block::start(const std::function<void()>& kernel, unsigned char* shared) {
+inline void Block::start(const std::function<void()>& kernel, size_t shared_bytes, unsigned seed) {
   const size_t count = size_t{size.x} * size.y * size.z;
   kernel_ = &kernel;
-  shared_ = shared;
-  alive_ = count, barrier_arrived_ = 0;
+  shared_.reset(shared_bytes);
+  random_ = Random(seed);
+  order_ = order_of(count, random_);
+  alive_ = count, barrier_arrived_ = 0, paused_ = false;
   error_.clear();
   stacks_.reserve(count);
   threads_.resize(count);
@@ -214,16 +296,17 @@ inline void Block::start(const std::function<void()>& kernel, unsigned char* sha
 }
 
 inline void Block::enter() {
+  Block& self = *running;
   try {
-    (*block.kernel_)();
+    (*self.kernel_)();
   } catch (const std::exception& e) {
-    if (block.error_.empty()) block.error_ = e.what();
+    if (self.error_.empty()) self.error_ = e.what();
   }
-  Thread& t = *block.current_;
+  Thread& t = *self.current_;
   t.done = true;
-  block.alive_--;
-  block.open_barrier();
-  emulator_switch(&t.stack_pointer, block.scheduler_);
+  self.alive_--;
+  self.open_barrier();
+  emulator_switch(&t.stack_pointer, self.scheduler_);
   abort();  // a fiber that is done is not resumed
 }
 

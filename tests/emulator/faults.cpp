@@ -66,6 +66,23 @@ __global__ void order_of_blocks(int* out) {
   if (threadIdx.x == 0) out[1 + blockIdx.x] = out[0];
 }
 
+// The last block to end adds up what all have written: right only if each says that it is done when all its threads
+// are.
+template <bool kBarrier>
+__global__ void last_block_adds_up(int* out) {
+  QUEST_SHARED(last);
+  unsigned* done = reinterpret_cast<unsigned*>(out + 1);
+  int* parts = out + 2;
+  parts[blockIdx.x * kThreads + threadIdx.x] = 1;
+  __threadfence();
+  if (kBarrier) __syncthreads();
+  if (threadIdx.x == 0) *last = atomicAdd(done, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!*last || threadIdx.x > 0) return;
+  out[0] = 0;
+  for (unsigned i = 0; i < gridDim.x * kThreads; i++) out[0] += parts[i];
+}
+
 bool in_order(const int* out, int n, int first) {
   for (int i = 0; i < n; i++)
     if (out[i] != (i + first) % n) return false;
@@ -73,7 +90,7 @@ bool in_order(const int* out, int n, int first) {
 }
 
 void run(const std::string& name) {
-  std::vector<int> memory(kThreads * 4, 0);
+  std::vector<int> memory(kThreads * 8 + 2, 0);
   int* out = memory.data();
   auto launch = [&](auto* kernel, int* to, int shared_bytes = kThreads* 16, int blocks = 1) {
     QUEST_LAUNCH(kernel, blocks, kThreads, shared_bytes, nullptr, to);
@@ -110,6 +127,9 @@ void run(const std::string& name) {
   } else if (name == "order_of_blocks") {
     launch(&order_of_blocks, out, 0, 8);
     for (int i = 1; i <= 8; i++) expect(out[i] == 7);
+  } else if (name == "said_too_early" || name == "said_in_time") {
+    launch(name == "said_in_time" ? &last_block_adds_up<true> : &last_block_adds_up<false>, out, 16, 8);
+    expect(out[0] == 8 * kThreads);
   } else {
     throw std::runtime_error("no such fault");
   }

@@ -78,9 +78,15 @@ extern "C" void __asan_unpoison_memory_region(void const volatile*, size_t);
 
 namespace emulator {
 
-// Stacks of all fibers, as many as were ever needed. Memory is only taken where it is touched.
+// Stacks of a block's fibers, as many as were ever needed. Memory is only taken where it is touched.
 class Stacks {
  public:
+  Stacks() = default;
+  Stacks(const Stacks&) = delete;
+  Stacks& operator=(const Stacks&) = delete;
+  ~Stacks() {
+    if (memory_) munmap(memory_, count_ * kSize);
+  }
   void reserve(size_t count) {
     if (count <= count_) return;
     if (memory_) munmap(memory_, count_ * kSize);

@@ -5,7 +5,7 @@
 
 #define QUEST_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   ((void)(stream), ::emulator::launch(kernel, grid, block, shared_bytes, __VA_ARGS__))
-#define QUEST_SHARED(name) unsigned char* const name = ::emulator::block.shared()
+#define QUEST_SHARED(name) unsigned char* const name = ::emulator::block().shared()
 
 namespace quest::cuda {
 
@@ -45,7 +45,7 @@ void cp_async_wait() {
 
 inline void load_matrices(uint32_t (&r)[4], const void* row, bool transposed, emulator::Place at) {
   expect_aligned(row, "ldmatrix");
-  auto slots = emulator::block.together(~0u, row, "ldmatrix", at, [&](emulator::Slots slots) {
+  auto slots = emulator::block().together(~0u, row, "ldmatrix", at, [&](emulator::Slots slots) {
     uint16_t matrices[4][8][8];
     for (int i = 0; i < 32; i++) {
       const void* from;
@@ -89,7 +89,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, EMULAT
     uint32_t a[4], b[2];
     float d[4];
   } mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
-  auto slots = emulator::block.together(~0u, mine, "mma", {file, line}, [](emulator::Slots slots) {
+  auto slots = emulator::block().together(~0u, mine, "mma", {file, line}, [](emulator::Slots slots) {
     float rows[16][16], columns[16][8], sums[16][8];
     auto each = [&](auto f) {
       for (int lane = 0; lane < 32; lane++) f(*reinterpret_cast<Fragments*>(slots[lane]), lane / 4, lane % 4 * 2);

@@ -40,36 +40,42 @@ void check_launch(Kernel* kernel, dim3 grid, dim3 size, size_t shared_bytes) {
   if (shared_bytes > (limit == shared_limits.end() ? kSharedBytes : limit->second)) refuse("too much shared memory");
 }
 
+// One block after the other; in the shuffled order some at a time, of which the first runs as long as it stays the
+// first.
+inline void run_grid(const std::function<void()>& kernel, dim3 grid, dim3 size, size_t shared_bytes) {
+  static std::vector<std::unique_ptr<Block>> idle;
+  std::vector<std::unique_ptr<Block>> busy;
+  Random random(config.seed);
+  Patience patience;
+  std::vector<size_t> waiting = order_of(size_t{grid.x} * grid.y * grid.z, random);
+  std::reverse(waiting.begin(), waiting.end());
+  const size_t at_a_time = config.order == Order::shuffled ? 3 : 1;
+  while (!waiting.empty() || !busy.empty()) {
+    while (busy.size() < at_a_time && !waiting.empty()) {
+      auto block = idle.empty() ? std::make_unique<Block>() : std::move(idle.back());
+      if (!idle.empty()) idle.pop_back();
+      const size_t i = waiting.back();
+      waiting.pop_back();
+      block->size = size;
+      block->grid = grid;
+      block->index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
+                      static_cast<unsigned>(i / grid.x / grid.y)};
+      block->start(kernel, shared_bytes, config.seed + static_cast<unsigned>(i));
+      busy.push_back(std::move(block));
+    }
+    if (config.order == Order::shuffled && patience.ends(random)) random.shuffle(busy);
+    const bool ended = !busy[0]->step();
+    if (busy[0]->paused() && random.below(2)) std::rotate(busy.begin(), busy.begin() + 1, busy.end());
+    if (!ended) continue;
+    idle.push_back(std::move(busy[0]));
+    busy.erase(busy.begin());
+  }
+}
+
 template <typename... Parameters, typename... Args>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 size, size_t shared_bytes, Args&&... args) {
   check_launch(kernel, grid, size, shared_bytes);
-  const std::function<void()> run = [&] { kernel(args...); };
-  std::vector<size_t> order(size_t{grid.x} * grid.y * grid.z);
-  for (size_t i = 0; i < order.size(); i++) order[i] = config.order == Order::reverse ? order.size() - 1 - i : i;
-  if (config.order == Order::shuffled) Block::Random(config.seed).shuffle(order);
-
-  // An allocation of just this size: AddressSanitizer knows where it ends. The marks behind it are for builds without.
-  constexpr size_t kMarks = 64;
-#ifdef __SANITIZE_ADDRESS__
-  const size_t room = shared_bytes;
-#else
-  const size_t room = shared_bytes + kMarks;
-#endif
-  std::unique_ptr<void, decltype(&free)> shared(nullptr, &free);
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 1024, room ? room : 1)) throw std::bad_alloc();
-  shared.reset(memory);
-  auto* bytes = static_cast<unsigned char*>(memory);
-  block.size = size;
-  block.grid = grid;
-  for (size_t i : order) {
-    block.index = {static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
-                   static_cast<unsigned>(i / grid.x / grid.y)};
-    memset(bytes, 0xff, room);
-    block.run(run, bytes, config.seed + static_cast<unsigned>(i));
-    for (size_t j = shared_bytes; j < room; j++)
-      if (bytes[j] != 0xff) throw std::runtime_error("shared memory was written beyond its end");
-  }
+  run_grid([&] { kernel(args...); }, grid, size, shared_bytes);
 }
 
 }  // namespace emulator
