@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 ARCHS = (80, 90, 100, 120)
@@ -108,7 +109,8 @@ def triton_rows(archs: Iterable[int] = ARCHS, first_only: bool = False) -> list[
                 work += [Compilation(verb, place, arch) for arch in archs]
             seen.add(launch.kernel.__name__)
     with multiprocessing.get_context("spawn").Pool() as pool:
-        return pool.map(compile_triton, work, chunksize=1)
+        rows = pool.imap(compile_triton, work)
+        return list(track(rows, "Compiling", len(work), console=Console(stderr=True), transient=True))
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

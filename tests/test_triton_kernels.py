@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import triton_bounds
 from cases import INF, NAN, make, same
 
 import quest
@@ -21,10 +23,11 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 @pytest.fixture
 def triton():
-    """The kernels, interpreted."""
+    """The kernels, interpreted, every address checked, NaN and infinity as silent as on a device."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    return importlib.import_module("quest.triton_kernels")
+    with triton_bounds.checked(), np.errstate(all="ignore"):
+        yield importlib.import_module("quest.triton_kernels")
 
 
 def in_fresh_python(code: str, **environment: str) -> str:
@@ -108,6 +111,34 @@ def test_a_row_that_stores_nothing_keeps_its_summaries(triton):
     quest.summarise(expected.k_cache, expected.page_min, expected.page_max, *rows, num_new)
     triton.append_summarise(case.key, case.value, *before.pools, case.block_table, case.seq_lens, slots)
     assert all(map(same, before.pools, expected.pools))
+
+
+HOSTILE = (-(2**31), -5, -1, 0, 1, 3, 10**6, 2**31 - 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_value_leads_out_of_bounds(triton, seed):
+    """Any lengths, block ids, slots, pages and numbers of new tokens."""
+    case = make(("page_8", "many_tokens", "page_24")[seed % 3])
+    rng = torch.Generator().manual_seed(seed)
+
+    def hostile(like):
+        return torch.tensor(HOSTILE)[torch.randint(len(HOSTILE), like.shape, generator=rng)].to(like.dtype)
+
+    rows = hostile(case.block_table[:, :3]), hostile(case.seq_lens)
+    slots = hostile(case.slot_mapping) * (1 + 2 * seed)
+    triton.append(case.key, case.value, case.k_cache, case.v_cache, slots)
+    triton.append_summarise(case.key, case.value, *case.pools, *rows, slots)
+    triton.summarise(case.k_cache, case.page_min, case.page_max, *rows, hostile(case.seq_lens))
+    window = (-1, 1, 20)[seed // 2]
+    for rule in ("softmax", "per_head"):
+        triton.score(case.query, case.page_min, case.page_max, *rows, case.page_size, 0.1, 1.0, rule, window)
+    scores = torch.randn(*case.query.shape[:2], 2, 7, generator=rng)
+    page_idx, counts = triton.select(scores, rows[1], case.page_size, 0, 0.4, 1, 2, window, 3)
+    assert page_idx.max() < 7
+    assert counts.equal((page_idx >= 0).sum(-1).int())
+    for pages in (None, hostile(page_idx)):
+        triton.attend(case.query, case.k_cache, case.v_cache, *rows, pages, case.page_size, 0.1, 0.0, None, window)
 
 
 def test_too_many_channels(triton):
