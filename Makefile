@@ -4,7 +4,7 @@ BIN := .venv/bin
 CPP := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | sort)
 TEST_JOBS ?= 2
 
-.PHONY: help demo test asan lint wheel bench accuracy clean
+.PHONY: help demo test asan lint wheel bench accuracy gpu-report clean
 
 help:
 	@echo "make demo   a language model answers from a long prompt, densely and with sparse reads: demo/results.*"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench  a decode step verb by verb and as a whole, and a model through transformers"
 	@echo "make accuracy  bytes read against accuracy on two models (ARGS='--mode full --json FILE': hours, resumable)"
 	@echo "make wheel  a wheel in dist/, with CUDA kernels where nvcc is found"
+	@echo "make gpu-report  registers, spills and instructions of the GPU kernels' machine code, without a GPU"
 	@echo "make clean  remove what was built, but not .venv"
 
 # One stamp for the whole set-up: newer sources or requirements run the script again, which redoes only what changed.
@@ -50,6 +51,9 @@ accuracy: .venv/.ready
 
 wheel: .venv/.ready
 	PYTHON=$(BIN)/python bash scripts/wheel.sh
+
+gpu-report: .venv/.ready
+	$(BIN)/python scripts/gpu_report.py
 
 clean:
 	rm -rf build dist *.egg-info quest/*.so .venv/.ready .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """What the GPU kernels need of a card, without one: registers, spills and shared memory, read from machine code.
 
-Run with the Python that quest is installed in. Prints one table for each part and exits with 1 if anything spills.
+Run with the Python that quest is installed in. Prints a table of the CUDA kernels as built and one of Triton's, compiled
+for each architecture, and exits with 1 if anything spills or tensor cores or asynchronous copies are missing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import gpu_report_cuda
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -116,24 +118,32 @@ def triton_rows(archs: Iterable[int] = ARCHS, first_only: bool = False) -> list[
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def print_table(part: str, rows: list[Row]) -> None:
+def print_table(part: str, rows: list[Any], counted: Iterable[str] = ()) -> None:
+    """`counted`: instructions that rows of machine code count."""
     table = Table(title=part)
     for name in ("kernel", "configuration"):
         table.add_column(name, overflow="fold")
-    for name in ("sm", "registers", "spills", "shared"):
+    for name in ("sm", "registers", "spills", "shared", *counted):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*map(str, row), style="red" if row.spills else None)
+        counts = [row.instructions[name] for name in counted] if counted else []
+        table.add_row(*map(str, [*row[:6], *counts]), style="red" if row.spills else None)
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def main() -> int:
-    parts = {"Triton": triton_rows()}
-    for part, rows in parts.items():
-        print_table(part, rows)
-    spills = [row for rows in parts.values() for row in rows if row.spills]
-    print(f"{sum(map(len, parts.values()))} configurations, {len(spills)} of them spill")
-    return bool(spills)
+    cuda = gpu_report_cuda.cuda_rows()
+    if cuda:
+        print_table("CUDA C++: quest._C_cuda", cuda, gpu_report_cuda.INSTRUCTIONS)
+        print(gpu_report_cuda.summary(cuda))
+    else:
+        print("quest._C_cuda is not built here (QUEST_CUDA=1 builds it)")
+    triton = triton_rows()
+    print_table("Triton", triton)
+    faults = gpu_report_cuda.missing(cuda)
+    faults += [f"{row.kernel} {row.configuration} sm_{row.arch}: spills" for row in [*cuda, *triton] if row.spills]
+    print(f"{len(cuda) + len(triton)} kernels, {len(faults)} faults", *faults, sep="\n  ")
+    return bool(faults)
 
 
 if __name__ == "__main__":
