@@ -1,7 +1,7 @@
 """What the GPU kernels need of a card, without one: registers, spills and shared memory, read from machine code.
 
-Run with the Python that quest is installed in. Prints a table of the CUDA kernels as built and one of Triton's, compiled
-for each architecture, and exits with 1 if anything spills or tensor cores or asynchronous copies are missing.
+Run with the Python that quest is installed in. Prints a table of the CUDA kernels as built, and one of Triton's as
+compiled for each architecture; exits with 1 if anything spills, or tensor cores or asynchronous copies are missing.
 """
 
 from __future__ import annotations
