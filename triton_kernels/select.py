@@ -16,7 +16,7 @@ from .primitives import MOST_TOKENS, Launch, span, verb, without_table
 def order_of(score):
     """An integer that orders as the score does: NaN lowest, both zeros the same. fp32 -> uint32"""
     bits = tl.where(score == 0, 0.0, score).to(tl.uint32, bitcast=True)
-    order = tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    order = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(score == score, order, 0)
 
 
