@@ -155,10 +155,12 @@ def test_growing_table():
     assert counter.frame_count == first
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 13), reason="torch 2.11 fails to trace select where sizes vary"
+)
 def test_verbs_one_by_one():
     """Each verb traces too; a fraction of the context is a budget as well."""
     torch._dynamo.reset()
-    budget = 0.3 if TorchVersion(torch.__version__) >= (2, 13) else 12  # earlier ones fail at a part of a dynamic size
 
     def step(state: Buffers, query: Tensor, key: Tensor, value: Tensor, *places: Tensor) -> Tensor:
         k_cache, v_cache, page_min, page_max = state.pools()
@@ -166,7 +168,7 @@ def test_verbs_one_by_one():
         quest.append(key, value, k_cache, v_cache, slots)
         quest.summarise(k_cache, page_min, page_max, table, lens, torch.ones_like(lens))
         scores = quest.score(query.transpose(1, 2), page_min, page_max, table, lens, page_size=PAGE)
-        page_idx, _ = quest.select(scores, lens, page_size=PAGE, budget=budget)
+        page_idx, _ = quest.select(scores, lens, page_size=PAGE, budget=0.3)
         options = {"softcap": 3.0, "sinks": torch.ones(HEADS), "window": 20}
         sparse = quest.attend(query.transpose(1, 2), k_cache, v_cache, table, lens, page_idx, page_size=PAGE, **options)
         return quest.merge(*sparse, *sparse)[0]
