@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .primitives import (
+    MOST_REGISTERS,
     REPRESENTATIVE,
     Launch,
     block_at,
@@ -150,7 +151,11 @@ def _dims(key_dim: int, value_dim: int) -> dict[str, int]:
 
 def _page_tile(page_size: int, dim: int) -> dict[str, int]:
     """How many tokens of a page are looked at together."""
-    return dict(TOKENS=min(triton.next_power_of_2(page_size), max(1, 4096 // tile_dim(dim))), num_warps=4)
+    return dict(
+        TOKENS=min(triton.next_power_of_2(page_size), max(1, 4096 // tile_dim(dim))),
+        num_warps=4,
+        maxnreg=MOST_REGISTERS,
+    )
 
 
 @verb

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .primitives import (
+    MOST_REGISTERS,
     REPRESENTATIVE,
     TILE_HEADS,
     Launch,
@@ -206,6 +207,8 @@ def _tile(query: Tensor, k_cache: Tensor, v_head_dim: int) -> dict[str, int]:
         TILE_V_DIM=tile_v,
         TOKENS=max(16, min(64, tokens // tile_v)),
         num_warps=4 if tile_v <= 256 else 8,
+        num_stages=2,
+        maxnreg=MOST_REGISTERS,
     )
 
 

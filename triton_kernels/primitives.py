@@ -18,6 +18,7 @@ from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 MOST_TOKENS = 2**31 - 1
+MOST_REGISTERS = 255  # as `maxnreg`: all there are, where ptxas would spill one so that one more block fits
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # What scripts/gpu_report.py compiles: dtype, head_dim, query heads of a group.
 REPRESENTATIVE = [
