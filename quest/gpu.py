@@ -213,5 +213,15 @@ def register(key: str = "CUDA") -> torch.library.Library:
     """Make these the ops' kernels for a dispatch key, until the library that comes back is destroyed."""
     library = torch.library.Library("quest", "IMPL")
     for name, function in OPS.items():
-        library.impl(name, function, key)
+        library.impl(name, _where_they_lie(function), key)
     return library
+
+
+def _where_they_lie(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+
+    def run(first: Tensor, *args: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return function(first, *args)
+
+    return run

@@ -19,7 +19,7 @@ from quest.packing import Packing, kept_pages
 from .agree import NEG_INF, agree_heads, agree_settings
 from .candidates import Choice, Kept, choosable, groups_of, kept_of
 from .codes import EXACT, bounds_at, layout_of, packed_of, pages_of, words_at
-from .primitives import MOST_TOKENS, Launch, block_at, pool, row_at, row_in, rows, sequences, tile_dim
+from .primitives import MOST_REGISTERS, MOST_TOKENS, Launch, block_at, pool, row_at, row_in, rows, sequences, tile_dim
 from .score_codes import score_codes, toward_and_against, weights_of
 from .select import chunk_settings, offset, take_best
 
@@ -58,9 +58,9 @@ def score_groups(
     to = raw + (token * num_kv_heads * GROUP + head) * max_blocks * GROUPS + index * GROUPS
     block = block_at(seq, b, index, True)
     words = words_at(packed, tl.maximum(block, 0), kv_head)
-    weights = weights_of(row_at(query, b, t, head), exists, bounds_at(words), slack, MOST, HEAD_DIM, DIM, BITS, True,
-                         WORDS, WORD_TILE)  # fmt: skip
-    for start in tl.static_range(0, GROUPS, ROWS):
+    weights = weights_of(row_at(query, b, t, head), exists, bounds_at(words), block >= 0, slack, MOST, HEAD_DIM, DIM,
+                         BITS, True, WORDS, WORD_TILE)  # fmt: skip
+    for start in range(0, GROUPS, ROWS):
         group = start + tl.arange(0, ROWS)
         mask = group < tl.where(block >= 0, GROUPS, 0)
         score = score_codes(words + DIM, group, mask, weights, BITS, WORDS, WORD_TILE, COARSE_LANES)
@@ -109,16 +109,18 @@ def score_kept(
     WORDS: tl.constexpr = DIM * BITS // (32 if PAGE_SIZE == 1 else 16)
     block = block_at(seq, b, group // GROUPS, True)
     words = words_at(packed, tl.maximum(block, 0), kv_head)
-    weights = weights_of(query, exists, bounds_at(words), slack, MOST, HEAD_DIM, DIM, BITS, PAGE_SIZE > 1, WORDS,
-                         WORD_TILE)  # fmt: skip
-    place = tl.arange(0, ROWS)
-    page = group * GROUP_PAGES + place
-    inside = place < GROUP_PAGES
-    mask = inside & (page >= first) & (page < tl.where(block >= 0, last, 0))
+    weights = weights_of(query, exists, bounds_at(words), block >= 0, slack, MOST, HEAD_DIM, DIM, BITS, PAGE_SIZE > 1,
+                         WORDS, WORD_TILE)  # fmt: skip
     fine = words + DIM + (GROUPS * (DIM * BITS // 16) if COARSE_LANES else 0)
-    score = score_codes(fine, group % GROUPS * GROUP_PAGES + place, mask, weights, BITS, WORDS, WORD_TILE, LANES)
-    score = tl.where(mask[:, None], score, NEG_INF)
-    tl.store(to[None, :] + place[:, None], score, mask=inside[:, None] & exists[None, :])
+    for start in range(0, GROUP_PAGES, ROWS):
+        place = start + tl.arange(0, ROWS)
+        page = group * GROUP_PAGES + place
+        inside = place < GROUP_PAGES
+        mask = inside & (page >= first) & (page < tl.where(block >= 0, last, 0))
+        in_block = group % GROUPS * GROUP_PAGES + place
+        score = score_codes(fine, in_block, mask, weights, BITS, WORDS, WORD_TILE, LANES)
+        score = tl.where(mask[:, None], score, NEG_INF)
+        tl.store(to[None, :] + place[:, None], score, mask=inside[:, None] & exists[None, :])
 
 
 @triton.jit
@@ -188,9 +190,14 @@ class Scored(NamedTuple):
     arguments: dict[str, Any]
 
 
-def heads_of(group: int, codes: int) -> int:
-    """Query heads that a program works on: as many as their weights for so many codes leave room for."""
-    return min(triton.next_power_of_2(group), 16, max(1, 8192 // codes))
+def tiles_of(group: int, words: int, pages: int, bits: int) -> dict[str, int]:
+    """What a program holds at a time: words of a page, query heads whose weights fit, pages whose codes do. Fewer than
+    64 pages, which are multiplied by instructions that all architectures have, and with as few columns as there are."""
+    word_tile = triton.next_power_of_2(words)
+    codes = word_tile * 32 // bits
+    rows = 32 if pages > 16 and codes <= 256 else 16
+    heads = min(triton.next_power_of_2(group), 16, max(1, 8192 // codes))
+    return dict(WORD_TILE=word_tile, HEADS=heads, ROWS=rows)
 
 
 def plan_candidates(
@@ -228,12 +235,15 @@ def plan_candidates(
 
     def by_codes(kernel: Any, programs: int, words: int, pages: int, **arguments: Any) -> Launch:
         """One program for each token, tile of a group's heads, and what `programs` counts; a page has so many words."""
-        word_tile = triton.next_power_of_2(words)
-        heads = heads_of(group, word_tile * 32 // packing.bits)
-        tiles = dict(HEADS=heads, WORD_TILE=word_tile, ROWS=min(64, max(16, triton.next_power_of_2(pages))))
-        common = unit | layout_of(packing, head_dim) | tiles | EXACT
+        common = (
+            unit
+            | layout_of(packing, head_dim)
+            | tiles_of(group, words, pages, packing.bits)
+            | EXACT
+            | dict(maxnreg=MOST_REGISTERS)
+        )
         common |= dict(query=rows(query), packed=packed_of(packed), GROUP=group)
-        programs *= math.prod(units) * triton.cdiv(group, heads)
+        programs *= math.prod(units) * triton.cdiv(group, common["HEADS"])
         return Launch(kernel, programs, MOST=float(packing.max_weight(head_dim)), **common, **arguments)
 
     by_groups = by_codes(

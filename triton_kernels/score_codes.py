@@ -29,6 +29,7 @@ def weights_of(
     query,  # [HEADS], pointers
     exists,
     bounds,
+    found,  # whether there is such a block
     slack,
     MOST: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -51,8 +52,9 @@ def weights_of(
     lift = lift_of(largest)
     inverse = tl.where(largest > 0, tl.div_rn(tl.full(largest.shape, MOST, tl.float32), largest * lift), 0.0)
 
-    lo = from_bf16(tl.load(bounds + channel, mask=inside, other=0))
-    step = from_bf16(tl.load(bounds + DIM + channel, mask=inside, other=0))
+    known = i % WORD_TILE < tl.where(found, WORDS, 0)
+    lo = from_bf16(tl.load(bounds + channel, mask=known, other=0))
+    step = from_bf16(tl.load(bounds + DIM + channel, mask=known, other=0))
     top = tl.max(step)
     part = tl.where(top > 0, step * lift_of(top) * tl.div_rn(1.0, top * lift_of(top)), 0.0)
 
@@ -72,7 +74,7 @@ def weights_of(
 
     offset = tl.zeros(largest.shape, tl.int32)
     if BITS == 8:
-        offset += 128 * tl.sum(weight, 1)
+        offset += 128 * (tl.sum(weight, 1) - 128 * i.shape[0])
     split = tl.join((weight >> 8).to(tl.int8), ((weight & 255) - 128).to(tl.int8))  # [HEADS, codes, 2]
     split = tl.reshape(tl.permute(split, (1, 0, 2)), (i.shape[0], 2 * largest.shape[0]))
     unit = tl.where(largest < float("inf"), largest * top * (1.0 / MOST), float("nan"))
@@ -113,7 +115,6 @@ def score_codes(
     total = tl.sum(sum_fields(words, BITS), 1)
     if BITS == 8:
         code -= 128
-        total -= 128 * CODES
     products = tl.dot(code.to(tl.int8), split, out_dtype=tl.int32)
     high, low = tl.split(tl.reshape(products, (page.shape[0], base.shape[0], 2)))
     products = 256 * high + low + 128 * total[:, None] + offset[None, :]

@@ -87,7 +87,7 @@ def select_candidates(
 
 def settings_of(max_candidates: int) -> dict[str, int]:
     """How a unit's candidates are walked through."""
-    return dict(CHUNK=1024, num_warps=4) if max_candidates <= 1024 else dict(CHUNK=2048, num_warps=16)
+    return dict(CHUNK=1024, num_warps=4) if max_candidates <= 1024 else dict(CHUNK=2048, num_warps=16, maxnreg=128)
 
 
 @verb
