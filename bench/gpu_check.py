@@ -9,6 +9,7 @@ the whole step as `quest.bench.gpu` says. What the minutes don't allow is left o
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def install(wheel: Path | None, capability: tuple[int, int]) -> None:
 def run_tests(seconds: float) -> dict[str, Any]:
     """Exit status and last line of the tests marked `gpu`; status 124 where they did not end in time."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    if importlib.util.find_spec("xdist"):  # most of the time Triton compiles
+        command += ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2)))]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
         status, output = done.returncode, done.stdout

@@ -72,7 +72,8 @@ def decode(
         slot_mapping: int64 [batch, q_len], -1 = skip.
         config: page_size must be block_size / summaries per block; budget, forced pages, slack and group rule.
         softmax_scale, softcap, sinks, window: as in `quest.attend`; the window bounds scoring and selection too.
-        check: False leaves values of lengths, ids and slots unchecked (see `quest.ops`).
+        check: False leaves values of lengths, ids and slots unchecked (see `quest.ops`); on a GPU they always are, as a
+            look would wait for the device, and what is out of range is skipped.
         backend: "auto", or a name that `quest info` lists: it runs, or the error says all reasons why it can't.
 
     Returns:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import gpu_kernels
 import pytest
@@ -12,6 +14,7 @@ import torch
 import quest
 from quest import QuestConfig, backends, gpu, packing_of, reference, reference_packed
 from quest.bench import gpu as bench
+from quest.bench import gpu_check
 from quest.bench.shapes import Shape
 
 CUDA = torch.device("cuda")
@@ -116,6 +119,24 @@ def test_benchmark_runs_the_stages_of_the_step(name, preset):
     assert all(row[f"{stage}_ms"] > 0 for stage in stages)
     assert min(row["ms"], row["eager_ms"], row["dense_ms"], row["own_dense_ms"]) > 0
     assert row["flashinfer_ms"] is None or row["flashinfer_ms"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: it would build, test and measure for minutes")
+def test_gpu_check_without_a_gpu_is_one_sentence():
+    script = Path(__file__).parents[1] / "bench/gpu_check.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "gpu_check: torch sees no CUDA device here\n")
+
+
+def test_gpu_check_says_what_does_not_fit_the_time(tmp_path, monkeypatch, capsys):
+    """No time at all: every shape is in the table and the file, with the reason."""
+    monkeypatch.setattr(bench, "describe", lambda device: {"device": "some card"})
+    monkeypatch.setattr(bench, "copy_bandwidth", lambda device: 2e12)
+    gpu_check.report(0.0, {"status": 0}, tmp_path / "gpu.json")
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert written["machine"]["copy_gb_per_s"] == 2000
+    assert [row["skipped"] for row in written["rows"]] == ["no time left"] * 18
+    assert "copies run at 2,000 GB/s" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
