@@ -141,7 +141,7 @@ def score_open(
         mask = (page >= first) & (page < tl.where(block >= 0, last, 0))
         low, high = pages_of(keys, page % PAGES, mask, channel, read, k_cache.stride_row, PAGE_SIZE)
         for head in range(heads):
-            q = tl.load(query + head * stride_head + channel, mask=read, other=0.0).to(tl.float32)
+            q = tl.load(query + tl.cast(head, tl.int64) * stride_head + channel, mask=read, other=0.0).to(tl.float32)
             above, below = q * tl.where(q > 0, toward, against), q * tl.where(q > 0, against, toward)
             score = tl.sum(high * above[None, :] + low * below[None, :], 1)
             tl.store(to + head * stride_to + place, tl.where(mask, score, NEG_INF), mask=place < GROUP_PAGES)
@@ -169,7 +169,7 @@ def score_candidates(
     open_page = coded + (part - num_kept) * GROUP_PAGES
     if part < num_kept:
         group = tl.load(kept.groups + kept_unit * kept.max_kept + part)
-        in_tile = tl.arange(0, HEADS)
+        in_tile = tl.arange(0, HEADS).to(tl.int64)
         score_kept(query_row + in_tile * query.stride_head, exists, packed, seq, b, kv_head, group, first, last,
                    to + in_tile * stride_to, slack, MOST, HEAD_DIM, DIM, BITS, PAGE_SIZE, PAGES, GROUP_PAGES, LANES,
                    COARSE_LANES, WORD_TILE, ROWS)  # fmt: skip
