@@ -167,20 +167,19 @@ def stages(query: Tensor, new: Tensor, layer: Paged, shape: Shape) -> dict[str, 
     read = budget, 0.0, sink, recent
     max_pages = table.shape[1] * (config.block_size // page_size)
     width = max_selected(max_pages, 1, page_size, budget, sink, recent, None)
-    find, attend = gpu.runs, gpu.runs("attend", query, k_cache, v_cache)
+    side = gpu.side_of(query, k_cache, v_cache)
     calls: dict[str, Call] = {}
     if packing is None:
-        store = find("append_summarise", query, k_cache, v_cache)
-        calls["store"] = lambda: store(*new, k_cache, v_cache, *summaries, table, lens, slots)
+        calls["store"] = lambda: side.append_summarise(*new, k_cache, v_cache, *summaries, table, lens, slots)
         agree = scale, setting.slack, setting.group_rule
         calls["score"] = lambda: triton.score(query, *summaries, table, lens, page_size, *agree, -1, False)
         scores = calls["score"]()
         calls["select"] = lambda: triton.select(scores, lens, page_size, *read, -1, width, False)
     else:
-        layout, append = (page_size, packing.coarse_size or 0, packing.bits), find("append", query, k_cache, v_cache)
+        layout = page_size, packing.coarse_size or 0, packing.bits
 
         def store_packed() -> None:
-            append(*new, k_cache, v_cache, slots, False)
+            side.append(*new, k_cache, v_cache, slots, False)
             triton.pack_new(k_cache, *summaries, table, lens, slots, *layout, sink)
 
         levels = float(setting.coarse_keep), setting.coarse_limit
@@ -189,7 +188,7 @@ def stages(query: Tensor, new: Tensor, layer: Paged, shape: Shape) -> dict[str, 
         calls["store"] = store_packed
         calls["select"] = lambda: triton.select_packed(*rows, *layout, *levels, *read, *agree, -1, width)
     page_idx = calls["select"]()[0]
-    calls["attend"] = lambda: attend(
+    calls["attend"] = lambda: side.attend(
         query, k_cache, v_cache, table, lens, page_idx, page_size, scale, 0.0, None, -1, False
     )
     return calls

@@ -70,30 +70,35 @@ def using(name: str) -> Iterator[None]:
         _wanted = before
 
 
-def runs(verb: str, query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Callable[..., Any]:
-    """The function that runs a verb which both sides have, for such tensors."""
+def side_of(query: Tensor, k_cache: Tensor, v_cache: Tensor) -> Any:
+    """Whose `append`, `summarise`, `append_summarise`, `attend` run for such tensors: the extension's or Triton's."""
     if _wanted != "triton":
         reason = extension_missing(query.device) or torch.ops.quest_cuda.reason(query, k_cache, v_cache)
         if not reason:
-            return getattr(torch.ops.quest_cuda, verb).default
+            return torch.ops.quest_cuda
         if _wanted == "cuda":
             raise ValueError(f"decode: backend cuda can't run: {reason}")
-    return getattr(triton_kernels(), verb)
+    return triton_kernels()
+
+
+def reads_all(budget: int, budget_fraction: float, k_cache: Tensor, block_table: Tensor) -> bool:
+    """Whether every row reads all it sees, whatever its length: nothing need be scored then."""
+    return budget_fraction >= 1 or budget >= block_table.shape[1] * k_cache.shape[2]
 
 
 # --- the ops, as registration.cpp declares them -----------------------------------------------------------------------
 
 
 def append(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> None:
-    runs("append", key, k_cache, v_cache)(key, value, k_cache, v_cache, *rest)
+    side_of(key, k_cache, v_cache).append(key, value, k_cache, v_cache, *rest)
 
 
 def summarise(k_cache: Tensor, *rest: Any) -> None:
-    runs("summarise", k_cache, k_cache, k_cache)(k_cache, *rest)
+    side_of(k_cache, k_cache, k_cache).summarise(k_cache, *rest)
 
 
 def attend(query: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return runs("attend", query, k_cache, v_cache)(query, k_cache, v_cache, *rest)
+    return side_of(query, k_cache, v_cache).attend(query, k_cache, v_cache, *rest)
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,13 +131,11 @@ def decode(
     window: int = -1,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    triton = triton_kernels()
+    triton, side = triton_kernels(), side_of(query, k_cache, v_cache)
     rows, page_size = (block_table, seq_lens), k_cache.shape[2] // page_min.shape[2]
-    attend = runs("attend", query, k_cache, v_cache)  # before anything is written
-    store = runs("append_summarise", query, k_cache, v_cache)
-    store(key, value, k_cache, v_cache, page_min, page_max, *rows, slot_mapping)
+    side.append_summarise(key, value, k_cache, v_cache, page_min, page_max, *rows, slot_mapping)
     page_idx = None
-    if not dense:
+    if not (dense or reads_all(budget, budget_fraction, k_cache, block_table)):
         scores = triton.score(
             query, page_min, page_max, *rows, page_size, softmax_scale, slack, group_rule, window, False
         )
@@ -140,7 +143,8 @@ def decode(
         page_idx, _ = triton.select(
             scores, seq_lens, page_size, budget, budget_fraction, *forced, window, max_selected, False
         )
-    return attend(query, k_cache, v_cache, *rows, page_idx, page_size, softmax_scale, softcap, sinks, window, False)
+    logits = softmax_scale, softcap, sinks, window
+    return side.attend(query, k_cache, v_cache, *rows, page_idx, page_size, *logits, False)
 
 
 def decode_packed(
@@ -173,19 +177,19 @@ def decode_packed(
     window: int = -1,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    triton = triton_kernels()
+    triton, side = triton_kernels(), side_of(query, k_cache, v_cache)
     rows, layout = (block_table, seq_lens), (page_size, coarse_size, bits)
-    attend = runs("attend", query, k_cache, v_cache)  # before anything is written
-    runs("append", query, k_cache, v_cache)(key, value, k_cache, v_cache, slot_mapping, False)
+    side.append(key, value, k_cache, v_cache, slot_mapping, False)
     triton.pack_new(k_cache, packed, *rows, slot_mapping, *layout, sink_pages)
     page_idx = None
-    if not dense:
+    if not (dense or reads_all(budget, budget_fraction, k_cache, block_table)):
         read = budget, budget_fraction, sink_pages, recent_pages
         agree = softmax_scale, slack, coarse_slack, group_rule
         page_idx, _ = triton.select_packed(
             query, k_cache, packed, *rows, *layout, coarse_keep, coarse_limit, *read, *agree, window, max_selected
         )
-    return attend(query, k_cache, v_cache, *rows, page_idx, page_size, softmax_scale, softcap, sinks, window, False)
+    logits = softmax_scale, softcap, sinks, window
+    return side.attend(query, k_cache, v_cache, *rows, page_idx, page_size, *logits, False)
 
 
 def _of_triton(verb: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from quest.packing import packing_of
 MEMORY_PAGE = 4096  # bytes
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """An uninitialised tensor whose data starts with a page of memory: a page of keys then lies in as few as can be.
 
     Selected pages lie anywhere, so each page of memory they touch costs a walk through the page tables.

@@ -15,7 +15,7 @@ import quest
 from quest import QuestConfig, backends, gpu, packing_of, reference, reference_packed
 from quest.bench import gpu as bench
 from quest.bench import gpu_check
-from quest.bench.shapes import Shape
+from quest.bench.shapes import Shape, paged_layers, plain_layers
 
 CUDA = torch.device("cuda")
 
@@ -107,6 +107,31 @@ def test_step_equals_the_reference(name, config):
     assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.parametrize("name", GPU)
+@pytest.mark.parametrize("budget", [256, 1.0], ids=str)
+@pytest.mark.parametrize("preset", [{}, {"page_size": 16}], ids=["packed", "pages"])
+def test_a_budget_of_all_is_dense_and_scores_nothing(monkeypatch, name, preset, budget):
+    config = QuestConfig(block_size=64, **preset)
+    op = quest.decode if config.summary_bits is None else quest.decode_packed
+    sparse, dense = (make_step(config, torch.float32, lengths=[96, 193, 1], tokens=256) for _ in range(2))
+    with gpu_kernels.in_place_of_cpu(name):
+        expected = op(*dense, config=config.replace(dense_layers=(0,)))
+        for verb in ("score", "select", "select_packed"):
+            monkeypatch.setattr(gpu.triton_kernels(), verb, None)
+        got = op(*sparse, config=config.replace(budget=budget))
+    assert all(map(torch.equal, got, expected))
+    assert all(map(torch.equal, sparse, dense))
+
+
+@pytest.mark.parametrize("preset", ["default", "pages16"])
+def test_benchmark_layers_lie_where_they_are_asked_for(preset):
+    shape = Shape(300, 2, 64, "bfloat16", 4, 2, 32, preset=preset)
+    with torch.device("meta"):
+        (paged,), (plain,) = paged_layers(shape, shape.config, 1), plain_layers(shape, 1)
+    tensors = [paged.k_cache, paged.v_cache, *paged.summaries, *paged[3:], plain.key, plain.value]
+    assert {x.device.type for x in tensors} == {"meta"}
+
+
 @pytest.mark.parametrize(("name", "preset"), [("triton", "pages16"), ("cuda", "default")])
 def test_benchmark_runs_the_stages_of_the_step(name, preset):
     """Here on the CPU, interpreted or emulated: what `bench/gpu_check.py` measures on a device is what a step does."""
@@ -170,11 +195,13 @@ def on_device(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.cuda() for x in tensors]
 
 
-def make_step(config: QuestConfig, dtype: torch.dtype, lengths: list[int], seed: int = 0) -> list[torch.Tensor]:
-    """The tensors that `decode` takes, of equal shapes for all lengths up to 1,024."""
+def make_step(
+    config: QuestConfig, dtype: torch.dtype, lengths: list[int], seed: int = 0, tokens: int = 1024
+) -> list[torch.Tensor]:
+    """The tensors that `decode` takes, of equal shapes for all lengths up to `tokens`."""
     rng = torch.Generator().manual_seed(seed)
     batch, heads, kv_heads, dim, size = len(lengths), 8, 2, 64, config.block_size
-    blocks = 1024 // size
+    blocks = tokens // size
     random = lambda *shape: torch.randn(shape, generator=rng).to(dtype)  # noqa: E731
     k_cache, v_cache = (random(batch * blocks, kv_heads, size, dim) for _ in range(2))
     table = torch.randperm(batch * blocks, generator=rng).view(batch, blocks).int()
