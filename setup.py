@@ -1,5 +1,7 @@
 """Build quest: every CPU kernel once per instruction set, bindings on LibTorch's stable ABI, ninja for the work.
 
+`quest._C` and `quest._C_cuda` know torch and no Python version; `quest._host` (pybind11) knows Python and no torch.
+
 What the package is called and needs stands in pyproject.toml; this file finds torch without importing it, lists what
 to compile, and hands that list to ninja. Objects stay in build/quest, so that a second build only redoes what changed.
 
@@ -151,6 +153,14 @@ def find_ninja() -> str:
     return ninja or fail("ninja is needed to build without build isolation: `pip install ninja`.")
 
 
+def find_pybind11() -> str:
+    try:
+        import pybind11
+    except ImportError:
+        fail("pybind11 is needed to build without build isolation: `pip install pybind11`.")
+    return pybind11.get_include()
+
+
 class NinjaFile:
     """A build.ninja in the making: one line per object, one per library."""
 
@@ -201,12 +211,20 @@ class BuildExt(build_ext):
                 shutil.copy2(library, target)
 
     def plan(self, name: str, ninja_file: NinjaFile) -> Path:
-        torch, torch_version = find_torch()
         cxx, cxx_name = find_compiler()
         python_include = sysconfig.get_path("include")
         if not (Path(python_include) / "Python.h").exists():
             fail(f"Python's headers are needed, and {python_include} holds none: install python3-dev or the like.")
         own_flags = shlex.split(os.environ.get("CXXFLAGS", ""))
+        link = [*cxx, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")), *own_flags]
+        link += ["-undefined", "dynamic_lookup"] if MACOS else ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
+        if name == "quest._host":
+            include = [f"-isystem{python_include}", f"-isystem{find_pybind11()}"]
+            command = [*cxx, *COMMON, "-O2", *include, *own_flags]
+            objects = [ninja_file.compile(source, command) for source in sources("csrc/host/*.cpp")]
+            return ninja_file.link(name, objects, link, [])
+
+        torch, torch_version = find_torch()
         binding = [
             *cxx,
             *COMMON,
@@ -216,13 +234,7 @@ class BuildExt(build_ext):
             f"-isystem{torch}/include",
             f"-isystem{python_include}",
         ]
-        link = [*cxx, "-shared", *shlex.split(os.environ.get("LDFLAGS", "")), *own_flags]
         libs = [f"-L{torch}/lib", "-ltorch_cpu"]
-        if MACOS:
-            link += ["-undefined", "dynamic_lookup"]
-        else:
-            link += ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL"]
-
         if name == "quest._C":
             with_cuda = f"{cuda_tag(CUDA)} for {CUDA_ARCHS}" if CUDA else "no CUDA"
             flags = shlex.join([*KERNEL, *own_flags])
@@ -268,14 +280,16 @@ if {"dist_info", "bdist_wheel", "editable_wheel", "build_ext"} & set(sys.argv):
 CUDA = find_cuda()
 FULL_VERSION = f"{VERSION}+{cuda_tag(CUDA)}" if CUDA else VERSION
 mapped = {name: folder for name, folder in MAPPED_PACKAGES.items() if list((ROOT / folder).glob("*.py"))}
-modules = ["quest._C", *(["quest._C_cuda"] if CUDA else [])]
+torch_modules = ["quest._C", *(["quest._C_cuda"] if CUDA else [])]
 
 setup(
     version=FULL_VERSION,
     packages=[*find_packages(include=["quest", "quest.*"]), *mapped],
     package_dir=mapped,
-    ext_modules=[Extension(name, sources=[], py_limited_api=True) for name in modules],
+    ext_modules=[
+        *(Extension(name, sources=[], py_limited_api=True) for name in torch_modules),
+        Extension("quest._host", sources=[]),
+    ],
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
-    options={"bdist_wheel": {"py_limited_api": "cp{}{}".format(*PYTHON_MIN)}},
     zip_safe=False,
 )

@@ -70,7 +70,7 @@ else
 fi
 
 step "tools to build, test and lint"
-pip install -qq 'setuptools>=77' ninja
+pip install -qq 'setuptools>=77' ninja 'pybind11>=2.13'
 step "quest with its extras (compiles what changed)"
 pip install -qq --no-build-isolation -e '.[demo,test,lint]'
 step "the demo's model: $model"

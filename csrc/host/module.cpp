@@ -1,0 +1,5 @@
+#include "host/bindings.h"
+
+PYBIND11_MODULE(_host, module) {
+  module.doc() = "Bookkeeping of the paged cache: blocks, prefixes, tables of a step, and which units are resident.";
+}
