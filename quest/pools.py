@@ -1,17 +1,70 @@
-"""The tensors behind a paged cache: per layer K, V and the summaries of their pages, block by block."""
+"""The blocks behind paged caches: who holds them, and per layer the K, V and summaries that they hold."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from quest import _host
 from quest.config import QuestConfig
 from quest.packing import packing_of
 
+__all__ = ["Pools", "Usage"]
+
 MEMORY_PAGE = 4096  # bytes
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Blocks of the pools, and what prefixes were found so far.
+
+    Attributes:
+        num_blocks: all.
+        used: held by sequences; `shared` of them by several.
+        free: can be taken, `idle` ones included, which keep their tokens until nothing else is free.
+        cached: found by their tokens, used or idle.
+        unused_slots: of the blocks that this cache's sequences hold, slots without a token.
+        block_size: tokens.
+        prefix_tokens: asked for by `reuse`; `prefix_hits` of them were there.
+        evicted: blocks that lost their tokens to others.
+    """
+
+    num_blocks: int
+    used: int
+    shared: int
+    free: int
+    idle: int
+    cached: int
+    unused_slots: int
+    block_size: int
+    prefix_tokens: int
+    prefix_hits: int
+    evicted: int
+
+    @property
+    def waste(self) -> float:
+        """Unused slots as a share of those of used blocks."""
+        return self.unused_slots / (self.used * self.block_size) if self.used else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the tokens that were looked for."""
+        return self.prefix_hits / self.prefix_tokens if self.prefix_tokens else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.used} of {self.num_blocks} blocks of {self.block_size} tokens used ({self.shared} shared, "
+            f"{self.waste:.1%} of their slots empty), {self.free} free ({self.idle} of them cached); prefixes: "
+            f"{self.hit_rate:.1%} of {self.prefix_tokens:,} tokens found, {self.evicted} blocks evicted"
+        )
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -29,18 +82,130 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
 class Pools:
     """K, V and the summaries (page_min and page_max, or packed) of every layer, their blocks as first dimension.
 
-    Layers may differ in heads, widths and dtype. Blocks nobody has written yet hold whatever the memory held.
+    Layers may differ in heads, widths and dtype. Blocks nobody has written yet hold whatever the memory held. Several
+    caches may lie on the same pools (`PagedKVCache.on`): they share blocks, and find each other's prefixes.
+
+    Pools and all caches on them are for one thread at a time, whichever it is; other pools don't matter to them.
+
+    Args:
+        num_layers: layers with K and V of their own.
+        config: page size, block size, and how a step reads.
+        num_blocks: blocks to start with. Pools that grow are other tensors afterwards, so give enough where something
+            holds on to them.
+        max_blocks: blocks to grow to; None: as many as are needed.
+        watermark: blocks that new sequences leave free (`PagedKVCache.admits`).
+        device: where the pools live.
+
+    Attributes:
+        k_cache, v_cache, summaries: as in `PagedKVCache`.
+        blocks: which blocks are taken, shared, cached.
     """
 
-    def __init__(self, num_layers: int, config: QuestConfig, device: torch.device) -> None:
-        self.config = config
-        self.device = device
+    def __init__(
+        self,
+        num_layers: int,
+        *,
+        config: QuestConfig | None = None,
+        num_blocks: int = 0,
+        max_blocks: int | None = None,
+        watermark: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_int("Pools", "num_layers", num_layers, 1)
+        check_int("Pools", "num_blocks", num_blocks, 0)
+        if max_blocks is not None:
+            check_int("Pools", "max_blocks", max_blocks, num_blocks)
+        check_int("Pools", "watermark", watermark, 0)
+        if config is not None and not isinstance(config, QuestConfig):
+            raise TypeError(f"Pools: config must be a QuestConfig, got {type(config).__name__}")
+        self.config = QuestConfig() if config is None else config
+        self.device = torch.empty(0, device=device).device
+        self.max_blocks = max_blocks
+        self.blocks = _host.Blocks(num_blocks, block_size=self.config.block_size, watermark=watermark)
+        self.stale: set[int] = set()  # blocks whose summaries are not those of their keys
         self.k_cache: list[Tensor | None] = [None] * num_layers
         self.v_cache: list[Tensor | None] = [None] * num_layers
-        self.packing = packing_of(config)
+        self.packing = packing_of(self.config)
         self.summaries: tuple[list[Tensor | None], ...] = tuple(
             [None] * num_layers for _ in range(2 if self.packing is None else 1)
         )
+        self._prefix_tokens = self._prefix_hits = 0
+        self._on_growth: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.k_cache)
+
+    def usage(self, unused_slots: int = 0) -> Usage:
+        blocks = self.blocks
+        return Usage(
+            num_blocks=blocks.num_blocks,
+            used=blocks.num_blocks - blocks.num_free,
+            shared=blocks.num_shared,
+            free=blocks.num_free,
+            idle=blocks.num_idle,
+            cached=blocks.num_cached,
+            unused_slots=unused_slots,
+            block_size=blocks.block_size,
+            prefix_tokens=self._prefix_tokens,
+            prefix_hits=self._prefix_hits,
+            evicted=blocks.num_evicted,
+        )
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int) -> None:
+        """See to it that `count` blocks are free, if the pools may grow: the only step of a change that may fail."""
+        missing, total = count - self.blocks.num_free, self.blocks.num_blocks
+        if missing <= 0:
+            return
+        target = max(2 * total, total + missing + missing // 4)
+        if self.max_blocks is not None:
+            target = min(target, self.max_blocks)
+        if target >= total + missing:
+            for grown in self._on_growth:
+                if (call := grown()) is not None:
+                    call()
+            self._grow(target)
+            self.blocks.grow(target)
+
+    @torch.inference_mode(False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pools:
+        memo[id(self.config)] = self.config
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state = self.__dict__ | {"_on_growth": []}  # caches that are copied too enter themselves
+        clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
+        return clone
+
+    def on_growth(self, call: Callable[[], None]) -> None:
+        """Call a method, while its object lives, before the pools become other tensors."""
+        self._on_growth = [grown for grown in self._on_growth if grown() is not None] + [weakref.WeakMethod(call)]
+
+    def changed(self, copies: Sequence[tuple[int, int]], fresh: Iterable[int], freed: Iterable[int]) -> None:
+        """Copy blocks, (from, to); `fresh` ones were taken and `freed` ones given back: they hold nothing any more."""
+        if self.stale:
+            self.stale.difference_update(fresh, freed)
+        self._copy_blocks(copies)
+
+    def find(self, ids: np.ndarray, extra: str) -> list[int]:
+        """Blocks of the longest known beginning of token ids, each with one more reference."""
+        blocks = self.blocks.find(ids, extra)
+        self._prefix_tokens += len(ids)
+        self._prefix_hits += len(blocks) * self.config.block_size
+        return blocks
+
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """Say that K and V of blocks were written past the cache, by a transfer or an engine's own kernel.
+
+        Their summaries are made anew before they are scored.
+        """
+        named = list(blocks)
+        for block in named:
+            check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
+        self.stale.update(named)
+
+    # --- tensors -----------------------------------------------------------------------------------------------------
 
     @property
     def kinds(self) -> tuple[list[Tensor | None], ...]:
@@ -51,17 +216,16 @@ class Pools:
         pools = tuple(pool for kind in self.kinds if (pool := kind[layer]) is not None)
         return pools or None
 
-    def layer(self, layer: int, key: Tensor, value: Tensor, num_blocks: int) -> tuple[Tensor, ...]:
+    def layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The tensors of one layer, made to fit `key` and `value` [batch, q_len, num_kv_heads, head_dim] if new."""
         if (pools := self.stored(layer)) is None:
-            self.create(layer, key.shape[2], key.shape[3], value.shape[3], key.dtype, num_blocks)
-            return self.layer(layer, key, value, num_blocks)
+            self._create(layer, key.shape[2], key.shape[3], value.shape[3], key.dtype)
+            return self.layer(layer, key, value)
         return pools
 
     @torch.inference_mode(False)  # pools outlive the mode they are made in, and are written outside it
-    def create(
-        self, layer: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, num_blocks: int
-    ) -> None:
+    def _create(self, layer: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> None:
+        num_blocks = self.blocks.num_blocks
         block_size, pages = self.config.block_size, self.config.block_size // self.config.page_size
         shapes = [(block_size, head_dim), (block_size, v_head_dim)]
         if self.packing is None:
@@ -73,7 +237,7 @@ class Pools:
             pools[layer] = pool
 
     @torch.inference_mode(False)
-    def grow(self, num_blocks: int) -> None:
+    def _grow(self, num_blocks: int) -> None:
         """Room for `num_blocks`. Where memory runs out, layers are larger already or as before, all of them whole."""
         for layer, k_cache in enumerate(self.k_cache):
             if k_cache is None or k_cache.shape[0] >= num_blocks:
@@ -84,7 +248,7 @@ class Pools:
                 large[: small.shape[0]] = small
                 pools[layer] = large
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), in every layer: K, V and summaries."""
         if not pairs:
             return
@@ -101,3 +265,30 @@ class Pools:
         dense = dense.flatten(2, 3)[:, :, :length]
         beyond = torch.arange(length, device=self.device) >= seq_lens[:, None]
         return dense.masked_fill_(beyond[:, None, :, None], 0) if bool(beyond.any()) else dense
+
+    # --- the second tier ---------------------------------------------------------------------------------------------
+
+    def store(self, blocks: Sequence[int]) -> Any:
+        """Copy what blocks hold to the second tier, K, V and summaries of every layer; gives what `load` needs."""
+        places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        return self.tier.store([pool.index_select(0, places) for pool in self._all()])
+
+    def load(self, handle: Any, blocks: Sequence[int]) -> None:
+        """Bring what was stored into other blocks."""
+        places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        pools = self._all()
+        rows = [pool.new_empty(len(blocks), *pool.shape[1:]) for pool in pools]
+        self.tier.load(handle, rows)
+        for pool, row in zip(pools, rows, strict=True):
+            pool.index_copy_(0, places, row)
+
+    def _all(self) -> list[Tensor]:
+        return [pool for kind in self.kinds for pool in kind if pool is not None]
+
+
+def check_int(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+    if value < low or (high is not None and value > high):
+        allowed = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{op}: {name} must be {allowed}, got {value}")

@@ -64,18 +64,26 @@ class Plain:
 
     def shared(self) -> dict[int, list[Tensor]]:
         """What the blocks hold that several rows refer to."""
-        refs = self.cache._blocks.refs
-        pools = [pool for pools in self.cache._pools.kinds for pool in pools if pool is not None]
-        return {block: [pool[block].clone() for pool in pools] for block, n in enumerate(refs) if n > 1}
+        pools = [pool for pools in self.cache.pools.kinds for pool in pools if pool is not None]
+        return {block: [pool[block].clone() for pool in pools] for block, n in enumerate(self.refs) if n > 1}
+
+    @property
+    def refs(self) -> list[int]:
+        blocks = self.cache.pools.blocks
+        return [blocks.refs(block) for block in range(blocks.num_blocks)]
+
+    @property
+    def tables(self) -> list[list[int]]:
+        return [self.cache._sequences.blocks_of(i) for i in self.cache.ids]
 
     def poison(self) -> None:
         """NaN wherever no row has a token: free blocks, and the rest of the last block of rows that don't share it."""
-        cache, refs = self.cache, self.cache._blocks.refs
-        for pools in cache._pools.kinds:
+        cache, refs = self.cache, self.refs
+        for pools in cache.pools.kinds:
             for pool in pools:
                 if pool is not None:
-                    pool[cache._blocks.free] = float("nan")
-        for blocks, length in zip(cache._table.rows, cache.lengths):
+                    pool[cache.pools.blocks.free] = float("nan")
+        for blocks, length in zip(self.tables, cache.lengths):
             used = length % cache.config.block_size
             if used and refs[blocks[-1]] == 1:
                 for pool in (*cache.k_cache, *cache.v_cache):
@@ -85,10 +93,10 @@ class Plain:
     def check(self) -> None:
         cache, page, size = self.cache, self.cache.config.page_size, self.cache.config.block_size
         assert cache.lengths == cache.seq_lens.tolist() == [len(row) for row in self.rows[0]]
-        table = cache._table.rows
+        table = self.tables
         held = [block for blocks in table for block in blocks]
-        assert [held.count(block) for block in range(cache.num_blocks)] == cache._blocks.refs
-        assert sorted(cache._blocks.free) == [block for block, n in enumerate(cache._blocks.refs) if n == 0]
+        assert [held.count(block) for block in range(cache.num_blocks)] == self.refs
+        assert sorted(cache.pools.blocks.free) == [block for block, n in enumerate(self.refs) if n == 0]
         assert [[b for b in row if b >= 0] for row in cache.block_table.tolist()] == table
         assert [len(blocks) for blocks in table] == [-(-length // size) for length in cache.lengths]
         for layer, rows in enumerate(self.rows):
@@ -340,10 +348,12 @@ def test_memory_that_runs_out_changes_nothing(allocations: int, monkeypatch: pyt
     monkeypatch.setattr(quest.pools, "empty", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         plain.cache.extend(40)
-    with monkeypatch.context() as m:
-        m.setattr(plain.cache._blocks, "free", [])
-        with pytest.raises(torch.OutOfMemoryError):
-            plain.cache.crop([6, 5, 7])
+    blocks = plain.cache.pools.blocks
+    taken = blocks.allocate(blocks.num_free)
+    with pytest.raises(torch.OutOfMemoryError):
+        plain.cache.crop([6, 5, 7])
+    for block in reversed(taken):
+        blocks.release(block)
     monkeypatch.undo()
     plain.check()
     plain.extend(2, torch.ones(3, 2, dtype=torch.bool))
@@ -358,7 +368,7 @@ def test_pools_start_on_a_page_of_memory(dtype: torch.dtype) -> None:
     for length in (3, 300):
         key, value = (x.to(dtype) for x in new_tokens(1, length, torch.Generator()))
         cache.append(0, key, value, cache.extend(length))
-        for kind in cache._pools.kinds:
+        for kind in cache.pools.kinds:
             assert kind[0].data_ptr() % quest.pools.MEMORY_PAGE == 0
 
 
@@ -419,9 +429,9 @@ def cache_of_two() -> PagedKVCache:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: PagedKVCache(0), "PagedKVCache: num_layers must be at least 1, got 0"),
+        (lambda c: PagedKVCache(0), "Pools: num_layers must be at least 1, got 0"),
         (lambda c: PagedKVCache(1, 1.5), "PagedKVCache: batch_size must be an int, got 1.5"),
-        (lambda c: PagedKVCache(1, config={}), "PagedKVCache: config must be a QuestConfig, got dict"),
+        (lambda c: PagedKVCache(1, config={}), "Pools: config must be a QuestConfig, got dict"),
         (lambda c: c.extend(0), "extend: num_new must be at least 1, got 0"),
         (lambda c: c.extend(True), "extend: num_new must be an int, got True"),
         (lambda c: c.extend([1]), "extend: num_new must be one number per row (2), got 1"),
@@ -449,7 +459,7 @@ def test_errors_name_what_is_wrong_and_change_nothing(call: Any, message: str) -
         call(cache)
     assert message in str(error.value)
     assert cache.lengths == before.lengths
-    assert cache._blocks.refs == before._blocks.refs
+    assert cache.usage() == before.usage()
     assert torch.equal(cache.block_table, before.block_table)
 
 

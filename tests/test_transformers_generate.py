@@ -275,7 +275,7 @@ def test_both_names_of_the_cache_argument() -> None:
 def test_full_blocks_are_shared_between_beams() -> None:
     cache = quest_cache("llama")
     generate(model("llama"), prompt(1, 40), cache, new=8, num_beams=4)
-    blocks = [set(row) for row in cache.paged._table.rows]
+    blocks = [set(cache.paged._sequences.blocks_of(i)) for i in cache.paged.ids]
     shared = set.intersection(*blocks)
     assert len(shared) >= 40 // 4  # the prompt's full blocks, once for all beams
     assert cache.paged.num_blocks - cache.paged.num_free_blocks == len(set.union(*blocks))
