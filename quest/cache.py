@@ -69,6 +69,7 @@ class PagedKVCache(PagedSequences):
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
         self._op = "decode" if pools.packing is None else "decode_packed"
         self._stored_step = [0] * pools.num_layers  # version of the last step that each layer has stored
+        self._mended = 0, 0  # when all rows' blocks had summaries
         self.stats = Stats(self.config)
         pools.on_growth(self._forget_quick)
 
@@ -107,6 +108,8 @@ class PagedKVCache(PagedSequences):
         As `quest.decode` with the cache's config. With q_len above 1 every token selects its own pages, and sees only
         what precedes it; the tokens of a row that has fewer must be the last ones.
         """
+        if self.pools.stale:
+            self._mend()
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
         like = layer, query.shape, softmax_scale, softcap, window
         usual = sinks is None and backend == "auto"
@@ -242,16 +245,25 @@ class PagedKVCache(PagedSequences):
             raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
 
     def _mend(self, sequences: Sequence[int] | None = None) -> None:
-        if not self.pools.stale:
+        seen = self.pools.num_overwritten, self._version
+        if not (stale := self.pools.stale) or (sequences is None and seen == self._mended):
             return
         size = self.config.block_size
         for sequence in self.ids if sequences is None else sequences:
-            blocks = self._sequences.blocks_of(sequence)
-            if first := next((i for i, block in enumerate(blocks, 1) if block in self.pools.stale), 0):
-                length = self._sequences.length(sequence)
-                num_new = length - (first - 1) * size
-                self._summarise_all(*map(self._int32, ([blocks], [length], [num_new])))
-                self.pools.stale.difference_update(blocks)
+            blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)
+            tokens = {block: min(size, length - i * size) for i, block in enumerate(blocks)}
+            first = next((i for i, (block, n) in enumerate(tokens.items()) if stale.get(block, n) < n), None)
+            if first is None:
+                continue
+            num_new = self._int32([length - first * size])
+            self._summarise_all(self._int32(blocks)[None], self._int32([length]), num_new)
+            for block in blocks[first:]:
+                if tokens[block] == size or self.pools.blocks.refs(block) == 1:
+                    stale.pop(block, None)
+                elif block in stale:  # others may have more tokens in it
+                    stale[block] = max(stale[block], tokens[block])
+        if sequences is None:
+            self._mended = seen
 
     def _refresh(self, seq_lens: Any = None) -> None:
         shape = self.block_table.shape

@@ -122,7 +122,9 @@ class Pools:
         self.device = torch.empty(0, device=device).device
         self.max_blocks = max_blocks
         self.blocks = _host.Blocks(num_blocks, block_size=self.config.block_size, watermark=watermark)
-        self.stale: set[int] = set()  # blocks whose summaries are not those of their keys
+        # Blocks whose summaries are not those of their keys, and how many of their tokens have been summarised since.
+        self.stale: dict[int, int] = {}
+        self.num_overwritten = 0  # calls of `overwritten`
         self.k_cache: list[Tensor | None] = [None] * num_layers
         self.v_cache: list[Tensor | None] = [None] * num_layers
         self.packing = packing_of(self.config)
@@ -137,19 +139,19 @@ class Pools:
         return len(self.k_cache)
 
     def usage(self, unused_slots: int = 0) -> Usage:
-        blocks = self.blocks
+        num_blocks, free, idle, shared, cached, evicted = self.blocks.counts  # all at one moment
         return Usage(
-            num_blocks=blocks.num_blocks,
-            used=blocks.num_blocks - blocks.num_free,
-            shared=blocks.num_shared,
-            free=blocks.num_free,
-            idle=blocks.num_idle,
-            cached=blocks.num_cached,
+            num_blocks=num_blocks,
+            used=num_blocks - free,
+            shared=shared,
+            free=free,
+            idle=idle,
+            cached=cached,
             unused_slots=unused_slots,
-            block_size=blocks.block_size,
+            block_size=self.config.block_size,
             prefix_tokens=self._prefix_tokens,
             prefix_hits=self._prefix_hits,
-            evicted=blocks.num_evicted,
+            evicted=evicted,
         )
 
     # --- blocks ------------------------------------------------------------------------------------------------------
@@ -185,7 +187,8 @@ class Pools:
     def changed(self, copies: Sequence[tuple[int, int]], fresh: Iterable[int], freed: Iterable[int]) -> None:
         """Copy blocks, (from, to); `fresh` ones were taken and `freed` ones given back: they hold nothing any more."""
         if self.stale:
-            self.stale.difference_update(fresh, freed)
+            for block in (*fresh, *freed):
+                self.stale.pop(block, None)
         self._copy_blocks(copies)
 
     def find(self, ids: np.ndarray, extra: str) -> list[int]:
@@ -203,7 +206,8 @@ class Pools:
         named = list(blocks)
         for block in named:
             check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
-        self.stale.update(named)
+        self.stale.update(dict.fromkeys(named, 0))
+        self.num_overwritten += 1
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
