@@ -91,7 +91,7 @@ def test_wheel_holds_libraries_types_and_folders_from_the_top(wheel, tree):
     expected = {str(path.relative_to(tree)) for path in (tree / "quest").rglob("*.py")}
     for folder in ("bench", "triton_kernels"):
         expected |= {f"quest/{path.relative_to(tree)}" for path in (tree / folder).glob("*.py")}
-    assert names >= expected | {"quest/py.typed", "quest/_C.abi3.so"}
+    assert names >= expected | {"quest/py.typed", "quest/_host.pyi", "quest/_C.abi3.so"}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quest"}
     has_cuda = "quest/_C_cuda.abi3.so" in names
     assert has_cuda == ("+cu" in wheel.name)
@@ -115,7 +115,8 @@ def test_source_distribution_holds_what_a_build_needs(tree):
     with tarfile.open(hook(tree, "build_sdist", tree / "sdist")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {str(path.relative_to(tree)) for path in (tree / "csrc").rglob("*") if path.is_file()}
-    assert names >= needed | {"setup.py", "pyproject.toml", "LICENSE", "quest/py.typed", "tests/test_packaging.py"}
+    needed |= {"quest/py.typed", "quest/_host.pyi", "tests/test_packaging.py"}
+    assert names >= needed | {"setup.py", "pyproject.toml", "LICENSE"}
 
 
 # --- symbols ---------------------------------------------------------------------------------------------------------

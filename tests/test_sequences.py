@@ -777,6 +777,27 @@ def test_caches_on_different_pools_work_in_several_threads(config: QuestConfig, 
         assert got.equal(alone)
 
 
+def test_usage_is_of_one_moment() -> None:
+    """Whatever happens between one look at the blocks and the next."""
+
+    class Restless:
+        def __init__(self, blocks: Any) -> None:
+            self._blocks = blocks
+
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(self._blocks, name)
+            self._blocks.grow(self._blocks.num_blocks + 1)
+            self._blocks.allocate(2)
+            return value
+
+    cache = alone(CONFIGS["page"], Text(0), 40)
+    cache.extend(40)
+    cache.crop(40)
+    cache.pools.blocks = Restless(cache.pools.blocks)
+    usage = cache.usage()
+    assert (usage.used, usage.used + usage.free) == (10, usage.num_blocks)
+
+
 def test_usage_and_stats_may_be_read_while_a_cache_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of one moment each; and no decode call goes uncounted."""
     monkeypatch.setattr(quest.stats, "MOST_PENDING", 3)
