@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.integer[Any]] | Sequence[int]  # token ids, any 64-bit numbers
+_Tokens = NDArray[np.integer[Any]] | Sequence[int]  # token ids, any 64-bit numbers
 
 class OutOfBlocks(RuntimeError):
     """Fewer blocks are free than are needed; the message says how many are needed and free, and of how many.
@@ -34,7 +34,7 @@ class Blocks:
             num_blocks: at least 0; `grow` adds more.
             block_size: tokens of a block, at least 1.
             watermark: blocks that `admits` leaves free.
-            hash_bits: of the hashes that prefixes are looked for by. Tokens are compared too, so that fewer bits cost
+            hash_bits: of the hashes that prefixes are looked for by. _Tokens are compared too, so that fewer bits cost
                 time only; they are for tests.
 
         Raises:
@@ -97,10 +97,10 @@ class Blocks:
         Raises:
             ValueError: nobody holds it.
         """
-    def find(self, tokens: Tokens, extra: str) -> list[int]:
+    def find(self, tokens: _Tokens, extra: str) -> list[int]:
         """The blocks that hold the longest known beginning of `tokens` under `extra`, each held once more; whole
         blocks only."""
-    def remember(self, tokens: Tokens, blocks: Sequence[int], extra: str) -> int:
+    def remember(self, tokens: _Tokens, blocks: Sequence[int], extra: str) -> int:
         """Have full blocks found: `blocks[i]` holds tokens[i * block_size : (i + 1) * block_size], after those before.
 
         `extra` stands for all else that their contents depend on. Where other blocks are found by the same tokens
@@ -154,7 +154,7 @@ class Sequences:
         """The rows' blocks in [room_rows, room_width], -1 in a row after its last block. Rows past the last mean
         nothing. The array shares its memory with the sequences, which keep it up to date until `room` changes."""
     def length(self, id: int) -> int:
-        """Tokens of a sequence."""
+        """_Tokens of a sequence."""
     def blocks_of(self, id: int) -> list[int]:
         """Blocks of a sequence, in order."""
     def add(self) -> int:
