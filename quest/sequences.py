@@ -104,8 +104,11 @@ class PagedSequences:
         begin = self.lengths if start is None else self._check_start(start)
         self._mend()
         self.pools.reserve(self._sequences.needed(begin, counts))
-        copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
-        self._changed(copies, fresh, ())
+        with self.pools.step():
+            if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
+                residency.hold(self._sequences.to_copy(begin, counts))
+            copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
+            self._changed(copies, fresh, ())
         self._refresh(seq_lens if start is None else None)
         self._last_step = self._version
         lens = self.seq_lens if start is None else self._tensor(seq_lens)
