@@ -109,8 +109,11 @@ class PagedSequences:
         begin = self.lengths if start is None else self._check_start(start)
         self._mend()
         self.pools.reserve(self._sequences.needed(begin, counts))
-        copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
-        self._changed(copies, fresh, ())
+        with self.pools.step():
+            if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
+                residency.hold(self._sequences.to_copy(begin, counts))
+            copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
+            self._changed(copies, fresh, ())
         self._refresh(seq_lens if start is None else None)
         self._last_step = self._version
         lens = self.seq_lens if start is None else self._tensor(seq_lens)
@@ -338,6 +341,8 @@ class PagedSequences:
 
 def _token_ids(op: str, tokens: Tokens) -> np.ndarray:
     ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
+    if not ids.size:
+        ids = ids.astype(np.int64)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{op}: tokens must be one-dimensional and of integers, got {ids.dtype} {[*ids.shape]}")
     return np.ascontiguousarray(ids, np.int64)
