@@ -12,6 +12,7 @@ from quest.config import QuestConfig
 from quest.decode import decode, decode_packed
 from quest.ops import append, attend, merge, score, select, summarise
 from quest.ops_packed import pack, score_packed
+from quest.offload import Offload
 from quest.packing import Packing, packing_of
 from quest.pools import Pools
 
@@ -21,6 +22,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Offload",
     "OutOfBlocks",
     "Packing",
     "PagedKVCache",

@@ -92,7 +92,9 @@ def unnamed_file(directory: str) -> BinaryIO:
     try:
         return tempfile.TemporaryFile(buffering=0, dir=directory)  # type: ignore[return-value]
     except OSError as error:
-        raise OSError(error.errno, f"making an offload file failed: {os.strerror(error.errno or 0)}", directory) from None
+        raise OSError(
+            error.errno, f"making an offload file failed: {os.strerror(error.errno or 0)}", directory
+        ) from None
 
 
 class _InFile(NamedTuple):
@@ -125,7 +127,7 @@ class FileTier:
         try:
             for tensor in tensors:
                 data = _bytes_of(tensor.cpu().contiguous())
-                for at in iter(lambda data=data: len(data), 0):  # write may do less than it is told
+                while len(data):  # a write may do less than it is told
                     data = data[file.write(data) :]
                 layout.append((tensor.shape, tensor.dtype))
                 total += tensor.nbytes

@@ -195,9 +195,11 @@ class Pools:
         """Copy blocks, (from, to); `fresh` ones were taken and `freed` ones given back: they hold nothing any more."""
         if self.stale:
             self.stale.difference_update(fresh, freed)
-        if self.residency is not None and (fresh or freed):
-            self.residency.forget([*fresh, *freed])
+        if self.residency is not None:
+            self.residency.forget(fresh)
         self._copy_blocks(copies)
+        if self.residency is not None:
+            self.residency.forget(freed)  # among which may be one that was copied
 
     def find(self, ids: np.ndarray, extra: str) -> list[int]:
         """Blocks of the longest known beginning of token ids, each with one more reference."""
