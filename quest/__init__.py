@@ -10,9 +10,9 @@ from quest._host import OutOfBlocks
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
 from quest.decode import decode, decode_packed
+from quest.offload import Offload
 from quest.ops import append, attend, merge, score, select, summarise
 from quest.ops_packed import pack, score_packed
-from quest.offload import Offload
 from quest.packing import Packing, packing_of
 from quest.pools import Pools
 
