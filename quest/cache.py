@@ -56,6 +56,7 @@ class PagedKVCache(PagedSequences):
     ) -> None:
         sizes: dict[str, Any] = dict(num_blocks=num_blocks, max_blocks=max_blocks, watermark=watermark)
         self._lie_on(Pools(num_layers, config=config, device=device, offload=offload, **sizes), batch_size)
+        self._own_pools = True
 
     @classmethod
     def on(cls, pools: Pools, batch_size: int = 1) -> Self:
@@ -65,6 +66,7 @@ class PagedKVCache(PagedSequences):
         return cache
 
     def _lie_on(self, pools: Pools, batch_size: int) -> None:
+        self._own_pools = False
         check_int("PagedKVCache", "batch_size", batch_size, 0)
         self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
         super().__init__(pools, batch_size)
@@ -237,7 +239,17 @@ class PagedKVCache(PagedSequences):
 
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
-        memo[id(self.config)] = self.config
+        """A cache with pools of its own; on pools that others use too, one that shares blocks until one of them writes.
+
+        Raises:
+            ValueError: a sequence is suspended.
+        """
+        if self._suspended:
+            raise ValueError(f"deepcopy: no sequence may be suspended, but {self.suspended} are: resume them first")
+        kept: list[Any] = [self.config]
+        if not self._own_pools:
+            kept += [self.pools, self.pools.blocks, self.k_cache, self.v_cache, self.summaries]
+        memo.update((id(x), x) for x in kept)
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})

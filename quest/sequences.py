@@ -56,6 +56,11 @@ class PagedSequences:
         return len(self.lengths)
 
     @property
+    def version(self) -> int:
+        """Another one after every change."""
+        return self._version
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pools, free ones included."""
         return self.pools.blocks.num_blocks
@@ -176,6 +181,11 @@ class PagedSequences:
         for sequence in self.ids:
             self._changed((), (), self._sequences.empty(sequence))
         self._refresh()
+
+    def clear(self) -> None:
+        """End every sequence, waiting and suspended ones too."""
+        for sequence in [*self._sequences.ids]:
+            self.remove(sequence)
 
     # --- preemption --------------------------------------------------------------------------------------------------
 

@@ -6,9 +6,19 @@
 
 namespace quest_host {
 
+Sequences::~Sequences() {
+  for (auto& item : sequences_) {
+    const std::vector<int32_t>& blocks = item.second.blocks;
+    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) blocks_->release(*block);
+  }
+}
+
 Sequences Sequences::copy_on(std::shared_ptr<Blocks> blocks) const {
   Sequences copy = *this;
   copy.blocks_ = std::move(blocks);
+  for (const auto& item : copy.blocks_ == blocks_ ? sequences_ : decltype(sequences_){}) {
+    for (int32_t block : item.second.blocks) blocks_->retain(block);
+  }
   copy.table_.reset(new int32_t[room_rows_ * room_width_]);
   std::copy_n(table_.get(), room_rows_ * room_width_, copy.table_.get());
   return copy;

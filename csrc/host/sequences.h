@@ -29,8 +29,10 @@ class Sequences {
   };
 
   explicit Sequences(std::shared_ptr<Blocks> blocks) : blocks_(std::move(blocks)) {}
+  Sequences(Sequences&&) = default;
+  ~Sequences();  // releases what the sequences hold
 
-  // A copy whose blocks are those of a copy of the pool.
+  // A copy that shares all blocks, or one for a copy of the pool.
   Sequences copy_on(std::shared_ptr<Blocks> blocks) const;
 
   const std::shared_ptr<Blocks>& blocks() const { return blocks_; }
@@ -70,6 +72,8 @@ class Sequences {
   int64_t width() const;  // of the longest row
 
  private:
+  Sequences(const Sequences&) = default;
+
   struct Sequence {
     std::vector<int32_t> blocks;
     int64_t length = 0;
