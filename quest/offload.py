@@ -19,9 +19,9 @@ __all__ = ["FileTier", "HostTier", "Offload", "OffloadStats"]
 class Offload:
     """Keep at most `max_bytes` of K and V in memory, the rest in files; all summaries stay in memory (CPU caches).
 
-    A step fetches what its selection names. What was read lately or often stays. A dense read, of a dense layer or of a
-    prompt, has all it reads in memory at once, so it may go beyond `max_bytes` until its layer is done; a selection
-    too, where it alone is larger.
+    A step fetches what its selection names; what was read lately or often stays. All that a layer's step reads is in
+    memory at once, so a dense read, of a dense layer or of a prompt, goes beyond `max_bytes` until its layer is done,
+    and a selection too, where it alone is larger.
 
     Args:
         directory: where the files are, which have no name there and so leave nothing behind; the system's folder for
@@ -78,8 +78,8 @@ class OffloadStats:
     def __str__(self) -> str:
         return (
             f"{self.hit_rate:.1%} of {self.hits + self.misses:,} units were in memory; {self.bytes_in / 1e6:,.1f} MB "
-            f"read from files, {self.bytes_out / 1e6:,.1f} MB written; {self.resident_bytes / 1e6:,.1f} MB of K and V in "
-            f"memory (most {self.peak_resident_bytes / 1e6:,.1f}, budget {self.max_bytes / 1e6:,.1f})"
+            f"read from files, {self.bytes_out / 1e6:,.1f} MB written; {self.resident_bytes / 1e6:,.1f} MB of K and V "
+            f"in memory (most {self.peak_resident_bytes / 1e6:,.1f}, budget {self.max_bytes / 1e6:,.1f})"
         )
 
 
@@ -90,7 +90,7 @@ def unnamed_file(directory: str) -> BinaryIO:
         OSError: it can't be made there.
     """
     try:
-        return tempfile.TemporaryFile(buffering=0, dir=directory)  # type: ignore[return-value]
+        return tempfile.TemporaryFile(buffering=0, dir=directory)
     except OSError as error:
         raise OSError(
             error.errno, f"making an offload file failed: {os.strerror(error.errno or 0)}", directory
@@ -127,7 +127,7 @@ class FileTier:
         try:
             for tensor in tensors:
                 data = _bytes_of(tensor.cpu().contiguous())
-                while len(data):  # write may do less than it is told
+                while len(data):  # a write may do less than it is told
                     data = data[file.write(data) :]
                 layout.append((tensor.shape, tensor.dtype))
                 total += tensor.nbytes
@@ -218,4 +218,4 @@ class HostTier:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data

@@ -201,7 +201,7 @@ class Residency:
     # --- whole blocks ------------------------------------------------------------------------------------------------
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Bring blocks that are going to be copied; the copying can't fail then. Inside `step` they stay till its end."""
+        """Bring blocks that are going to be copied, inside `step`; the copying can't fail then."""
         self._units.hold(blocks)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
