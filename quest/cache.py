@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -266,17 +267,21 @@ class PagedKVCache(PagedSequences):
         if late:
             raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
 
-    def _mend(self, sequences: Sequence[int] | None = None) -> None:
-        if not self.pools.stale:
+    def _mend(self) -> None:
+        if not (stale := self.pools.stale):
             return
-        size = self.config.block_size
-        for sequence in self.ids if sequences is None else sequences:
-            blocks = self._sequences.blocks_of(sequence)
-            if first := next((i for i, block in enumerate(blocks, 1) if block in self.pools.stale), 0):
-                length = self._sequences.length(sequence)
-                num_new = length - (first - 1) * size
+        size, held, done = self.config.block_size, Counter[int](), set[int]()
+        for sequence in self._sequences.ids:
+            blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)
+            places = [place for place, block in enumerate(blocks) if block in stale]
+            if places:
+                num_new = length - places[0] * size
                 self._summarise_all(*map(self._int32, ([blocks], [length], [num_new])))
-                self.pools.stale.difference_update(blocks)
+            held.update(blocks[place] for place in places)
+            done.update(blocks[place] for place in places if (place + 1) * size <= length)
+        # Of a block that isn't full, a sequence of another cache may have more pages.
+        done.update(block for block, count in held.items() if count == self.pools.blocks.refs(block))
+        stale -= done
 
     def _refresh(self, seq_lens: Any = None) -> None:
         shape = self.block_table.shape

@@ -218,8 +218,8 @@ class Pools:
             check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
         self.stale.update(named)
         if self.residency is not None:
-            for layer in range(self.num_layers):
-                with self.residency.step():
+            with self.residency.step():  # nothing may be moved out before all of it counts as written
+                for layer in range(self.num_layers):
                     self.residency.written(layer, named)
 
     # --- tensors -----------------------------------------------------------------------------------------------------

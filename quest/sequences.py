@@ -196,7 +196,7 @@ class PagedSequences:
             OSError: the second tier is full or fails; the sequence stays where it is.
         """
         self._check_id("suspend", sequence, suspended=False)
-        self._mend([sequence])
+        self._mend()
         handle = self.pools.store(self._sequences.blocks_of(sequence))
         self._suspended[sequence] = handle, self._sequences.length(sequence)
         if sequence in self.ids:
@@ -273,8 +273,8 @@ class PagedSequences:
     def _check_stored(self, op: str) -> None:
         """Raise if a layer lacks tokens that the rows have."""
 
-    def _mend(self, sequences: Sequence[int] | None = None) -> None:
-        """See to it that all blocks of the rows, or of `sequences`, have summaries."""
+    def _mend(self) -> None:
+        """See to it that all blocks of the sequences have summaries."""
 
     def _changed(self, copies: Sequence[tuple[int, int]], fresh: Sequence[int], freed: Sequence[int]) -> None:
         """Do with the tensors what was done with their blocks."""

@@ -50,7 +50,7 @@ class World:
         self.cache = PagedKVCache(LAYERS, 1, config=config, max_blocks=max_blocks, watermark=1, offload=offload)
         self.sequences = {self.cache.ids[0]: Sequence()}
         self.counts: Counter[str] = Counter()
-        self.longest = config.block_size * 3
+        self.longest = config.block_size * 5
 
     def run(self, steps: int, check_every: int) -> None:
         kinds = dict(extend=8, add=2, copy=1, fork=1, crop=2, free=1, remove=1, select=2)
@@ -79,7 +79,7 @@ class World:
     def extend(self) -> None:
         if not self.cache.batch_size:
             return
-        most = self.random.choice([1, 1, 5, self.cache.config.block_size + 3])
+        most = self.random.choice([1, 1, 5, 2 * self.cache.config.block_size + 3])
         counts = [self.random.randint(0, most) for _ in self.cache.ids]
         counts = [min(count, self.longest - n) for count, n in zip(counts, self.cache.lengths)]
         if not any(counts):
@@ -180,7 +180,17 @@ class World:
         sequence = self.somebody([i for i in self.cache.ids if self.sequences[i].tokens])
         if sequence is None or self.cache.k_cache[0] is None:
             return
+        size = self.cache.config.block_size
         block = self.random.choice(self.cache._sequences.blocks_of(sequence))
+        if self.cache.pools.blocks.is_cached(block):
+            return  # may hold more than the tokens that somebody has
+        for other, holder in self.sequences.items():
+            for place, held in enumerate(self.cache._sequences.blocks_of(other)):
+                if held == block:
+                    states = holder.states[place * size : (place + 1) * size]
+                    for layer in range(LAYERS):
+                        self.cache.k_cache[layer][block, :, : len(states)] = KEYS[states, layer].transpose(0, 1)
+                        self.cache.v_cache[layer][block, :, : len(states)] = VALUES[states, layer].transpose(0, 1)
         for kind in self.cache.summaries:
             for pool in kind:
                 pool[block] = 77
@@ -254,11 +264,11 @@ class World:
 def test_random_operations(config: QuestConfig, offloaded: bool, seed: int, tmp_path: Path) -> None:
     torch.manual_seed(seed)
     offload = Offload(tmp_path, max_bytes=20_000) if offloaded else None
-    world = World(config, 24, offload, seed)
-    world.run(2000, 25)
+    world = World(config, 16, offload, seed)
+    world.run(3000, 25)
     wanted = {"extend", "copy", "fork", "crop", "free", "remove", "select", "suspend", "resume", "remember"}
     wanted |= {"prefix hit", "overwrite", "out of blocks"}
-    assert all(world.counts[kind] >= 10 for kind in wanted), world.counts
+    assert all(world.counts[kind] >= 5 for kind in wanted), world.counts
     assert world.cache.usage().evicted > 0
     if offloaded:
         stats = world.cache.offload_stats
