@@ -197,7 +197,7 @@ def test_a_copy_shares_blocks_until_one_of_the_two_writes(config: QuestConfig) -
 def test_errors_name_what_is_wrong_and_change_nothing(call: Any, error: type[Exception], message: str) -> None:
     cache = alone(CONFIGS["page"], Text(0), 6)
     cache.add()
-    state = lambda: (cache.usage(), cache.ids, cache.lengths, cache.block_table.tolist(), dict(cache.pools.stale))  # noqa: E731
+    state = lambda: (cache.usage(), cache.ids, cache.lengths, cache.block_table.tolist(), {*cache.pools.stale})  # noqa: E731
     before = state()
     with pytest.raises(error, match=message):
         call(cache)

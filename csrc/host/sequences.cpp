@@ -6,9 +6,19 @@
 
 namespace quest_host {
 
+Sequences::~Sequences() {
+  for (auto& item : sequences_) {
+    const std::vector<int32_t>& blocks = item.second.blocks;
+    for (auto block = blocks.rbegin(); block != blocks.rend(); ++block) blocks_->release(*block);
+  }
+}
+
 Sequences Sequences::copy_on(std::shared_ptr<Blocks> blocks) const {
   Sequences copy = *this;
   copy.blocks_ = std::move(blocks);
+  for (const auto& item : copy.blocks_ == blocks_ ? sequences_ : decltype(sequences_){}) {
+    for (int32_t block : item.second.blocks) blocks_->retain(block);
+  }
   copy.table_.reset(new int32_t[room_rows_ * room_width_]);
   std::copy_n(table_.get(), room_rows_ * room_width_, copy.table_.get());
   return copy;
@@ -187,6 +197,12 @@ void Sequences::check(const Span& span, const char* op) const {
           " tokens, got " + std::to_string(span.counts[row]) + " from " + std::to_string(span.begin[row]) + " on");
     }
   }
+}
+
+std::vector<int32_t> Sequences::to_copy(const Span& span) const {
+  std::vector<int32_t> blocks;
+  for (auto [row, place] : shared(span)) blocks.push_back(this->row(row).blocks[place]);
+  return blocks;
 }
 
 int64_t Sequences::needed(const Span& span) const {

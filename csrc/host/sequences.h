@@ -29,8 +29,10 @@ class Sequences {
   };
 
   explicit Sequences(std::shared_ptr<Blocks> blocks) : blocks_(std::move(blocks)) {}
+  Sequences(Sequences&&) = default;
+  ~Sequences();  // releases what the sequences hold
 
-  // A copy whose blocks are those of a copy of the pool.
+  // A copy that shares all blocks, or one for a copy of the pool.
   Sequences copy_on(std::shared_ptr<Blocks> blocks) const;
 
   const std::shared_ptr<Blocks>& blocks() const { return blocks_; }
@@ -51,6 +53,8 @@ class Sequences {
   void adopt(int64_t id, std::vector<int32_t> blocks);             // full blocks, retained already, for an empty one
   std::vector<int32_t> fork(const std::vector<int64_t>& indices);  // row i becomes the old row indices[i]
 
+  // Blocks that must be copied before each row writes its tokens of the span.
+  std::vector<int32_t> to_copy(const Span& span) const;
   // Blocks that `extend` will take.
   int64_t needed(const Span& span) const;
   Change extend(const Span& span);
@@ -68,6 +72,8 @@ class Sequences {
   int64_t width() const;  // of the longest row
 
  private:
+  Sequences(const Sequences&) = default;
+
   struct Sequence {
     std::vector<int32_t> blocks;
     int64_t length = 0;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from quest.cache import PagedKVCache
 from quest.config import QuestConfig
 from quest.integrations.transformers_layer import QuestLayer
 from quest.integrations.transformers_store import Store
+from quest.pools import Pools
 from quest.stats import Stats
 
 
@@ -27,13 +28,36 @@ class QuestCache(Cache):
     Args:
         model_config: the model's config.
         config: page size, budget and the rest.
+        prefix_cache: pools to share with other caches of the same model, whose config then holds: what one has
+            remembered, another begins with.
 
     >>> quest.integrations.transformers.register()
     >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quest")
     >>> model.generate(**inputs, past_key_values=QuestCache(model.config, config=QuestConfig(budget=512)))
+
+    A system prompt that is computed once:
+
+    >>> prefixes = quest.Pools(model.config.num_hidden_layers, config=QuestConfig(budget=512), max_blocks=1024)
+    >>> cache = QuestCache(model.config, prefix_cache=prefixes)
+    >>> cache.begin(**inputs)  # finds the tokens that are there already
+    >>> ids = model.generate(**inputs, past_key_values=cache)
+    >>> cache.remember(ids)
+
+    A serving loop of its own: the rows are sequences of `open()`, chosen step by step.
+
+    >>> paged = cache.open()
+    >>> paged.add(), paged.select(running), paged.suspend(late)  # and so on
+    >>> cache.align()
+    >>> model(input_ids, position_ids=paged.seq_lens[:, None], past_key_values=cache)
     """
 
-    def __init__(self, model_config: PreTrainedConfig, *, config: QuestConfig | None = None) -> None:
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        *,
+        config: QuestConfig | None = None,
+        prefix_cache: Pools | None = None,
+    ) -> None:
         if not isinstance(model_config, PreTrainedConfig):
             raise TypeError(
                 f"QuestCache: model_config must be a model's config (model.config), got {type(model_config).__name__}"
@@ -41,10 +65,121 @@ class QuestCache(Cache):
         if config is not None and not isinstance(config, QuestConfig):
             raise TypeError(f"QuestCache: config must be a QuestConfig, got {type(config).__name__}")
         layers = DynamicCache(config=model_config).layers
-        self.store = Store(len(layers), QuestConfig() if config is None else config)
+        if prefix_cache is not None:
+            self._check_pools(prefix_cache, config, len(layers))
+            config = prefix_cache.config
+        self.store = Store(len(layers), QuestConfig() if config is None else config, prefix_cache)
         super().__init__(
             layers=[QuestLayer(i, self.store) if type(x) is DynamicLayer else x for i, x in enumerate(layers)]
         )
+        if prefix_cache is not None:
+            self._check_all_paged("QuestCache", "prefix_cache")
+
+    @staticmethod
+    def _check_pools(pools: Any, config: QuestConfig | None, num_layers: int) -> None:
+        if not isinstance(pools, Pools):
+            raise TypeError(f"QuestCache: prefix_cache must be quest.Pools, got {type(pools).__name__}")
+        if config is not None and config != pools.config:
+            raise ValueError(f"QuestCache: config must be that of prefix_cache or None, got {config}")
+        if pools.num_layers != num_layers:
+            raise ValueError(
+                f"QuestCache: prefix_cache must have the model's {num_layers} layers, got {pools.num_layers}"
+            )
+
+    def _check_all_paged(self, op: str, what: str) -> None:
+        others = {type(layer).__name__ for layer in self.layers if not isinstance(layer, QuestLayer)}
+        if others:
+            raise ValueError(
+                f"{op}: {what} needs a model whose layers all keep every token, got {', '.join(sorted(others))}"
+            )
+
+    # --- prefixes and sequences --------------------------------------------------------------------------------------
+
+    def begin(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, extra_keys: Sequence[Hashable] = ()
+    ) -> int:
+        """Empty the cache, and take over what the pools remember of these prompts, before `generate` computes the rest.
+
+        At least two tokens of every prompt are left to compute: they are read densely, as the whole prompt is without
+        this. Of a batch, all rows take over as many columns as the row that finds least.
+
+        Args:
+            input_ids: [batch, columns] or [columns], as `generate` gets them.
+            attention_mask: [batch, columns], 0 for padding, which must be on the left; None: there is none.
+            extra_keys: as in `PagedSequences.reuse`.
+
+        Returns:
+            Columns that need not be computed; `generate` leaves them out by itself.
+        """
+        self._check_all_paged("begin", "a prefix")
+        ids, real = _prompt("begin", input_ids, attention_mask)
+        self.reset()
+        paged = self.store.open(len(ids), input_ids.device)
+        pads = (~real).sum(1).tolist()
+        found = [
+            pad + paged.reuse(row[pad:-1], row=i, extra_keys=extra_keys) for i, (row, pad) in enumerate(zip(ids, pads))
+        ]
+        columns = min(found)
+        lengths = [max(0, columns - pad) for pad in pads]
+        paged.crop(lengths)
+        columns = columns if any(lengths) else 0
+        self._align(columns)
+        return columns
+
+    def remember(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, extra_keys: Sequence[Hashable] = ()
+    ) -> int:
+        """Make the full blocks of all rows findable by their tokens.
+
+        Args:
+            input_ids: [batch, columns] or [columns], the prompts and what `generate` has added; columns that the cache
+                does not hold (the last one, which no step has read) don't count.
+            attention_mask: of the prompts, as `begin` had it.
+
+        Returns:
+            How many blocks were not known before.
+        """
+        self._check_all_paged("remember", "a prefix")
+        self._settle()
+        if (paged := self.store.paged) is None:
+            raise ValueError("remember: the cache must hold tokens, got an empty one")
+        ids, real = _prompt("remember", input_ids, attention_mask)
+        if len(ids) != paged.batch_size:
+            raise ValueError(f"remember: input_ids must have the cache's {paged.batch_size} rows, got {len(ids)}")
+        new = 0
+        for i, (row, pad) in enumerate(zip(ids, (~real).sum(1).tolist())):
+            new += paged.remember(row[pad:][: paged.lengths[i]], row=i, extra_keys=extra_keys)
+        return new
+
+    def open(self, device: torch.device | str = "cpu") -> PagedKVCache:
+        """The sequences, of which there are none at first: for a loop that adds, selects, suspends and removes them."""
+        self._check_all_paged("open", "a choice of sequences")
+        return self.store.open(0, torch.device(device))
+
+    def align(self) -> None:
+        """Take the rows of `paged` as they are, after sequences were added, selected, removed: the next step's batch.
+
+        A ragged batch is one with padding on the left, as long as its longest row.
+
+        Raises:
+            ValueError: a layer holds tokens of the batch before, which no attention of this package has read.
+        """
+        late = [layer.index for layer in self.paged_layers if layer.pending is not None]
+        if late and not self.store.is_aligned():
+            raise ValueError(
+                f"align: every token must have been attended to by 'quest' attention, not so in layers {late}"
+            )
+        self._align()
+
+    def _align(self, columns: int | None = None) -> None:
+        self._settle()
+        self.store.align(columns)
+        for layer in self.paged_layers:
+            layer.columns = self.store.columns
+
+    def _settle(self) -> None:
+        for layer in self.paged_layers:
+            layer.settle()
 
     @property
     def config(self) -> QuestConfig:
@@ -113,6 +248,22 @@ class QuestCache(Cache):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         for layer in self.layers:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+
+def _prompt(op: str, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Token ids [batch, columns], and which of them are tokens: those after the padding on the left."""
+    ids = input_ids[None] if input_ids.dim() == 1 else input_ids
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise ValueError(f"{op}: input_ids must be integers [batch, columns], got {ids.dtype} {[*input_ids.shape]}")
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if attention_mask is not None:
+        given = attention_mask[None] if attention_mask.dim() == 1 else attention_mask
+        if given.dim() != 2 or len(given) != len(ids) or given.shape[1] > ids.shape[1]:
+            raise ValueError(f"{op}: attention_mask must be {[*ids.shape]}, got {[*attention_mask.shape]}")
+        real[:, : given.shape[1]] = given != 0
+        if bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError(f"{op}: attention_mask must have its padding on the left, got padding after tokens")
+    return ids, real
 
 
 def _cropped(columns: int, tokens_to_remove: int) -> int:

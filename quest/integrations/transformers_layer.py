@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from quest.integrations.transformers_masks import is_plain, real_columns, restrict, visible_columns
 from quest.integrations.transformers_store import Store
+from quest.sequences import Step
 
 MAX_DRAFT_TOKENS = 64  # with past recording, as in assisted decoding, more new tokens than these count as a prompt
 
@@ -157,7 +158,7 @@ class QuestLayer(CacheLayerMixin):
             store.remember(mask, window, start)
         if real is not None and q_len > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
             return None  # padding between the new tokens
-        step = store.step(start, key, real)
+        step = self._step(key, real)
         query = query if query.stride(-1) == 1 else query.contiguous()
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out, _ = store.paged.decode(self.index, q, k, v, step, **options)  # type: ignore[union-attr]
@@ -202,9 +203,16 @@ class QuestLayer(CacheLayerMixin):
         """Store the pending tokens; `real` bool [batch, q_len] says which are no padding, None that all are tokens."""
         if self.pending is not None:
             key, value = self.pending
-            step = self.store.step(self.columns, key, real)
+            step = self._step(key, real)
             self.store.paged.append(self.index, key.transpose(1, 2), value.transpose(1, 2), step)  # type: ignore[union-attr]
             self._stored(key)
+
+    def _step(self, key: Tensor, real: Tensor | None) -> Step:
+        try:
+            return self.store.step(self.columns, key, real)
+        except BaseException:  # out of blocks, say: then nothing has happened, and the step can be taken again
+            self.pending = None
+            raise
 
     def _stored(self, key: Tensor) -> None:
         self.columns += key.shape[2]

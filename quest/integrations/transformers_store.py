@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quest.cache import PagedKVCache, Step
+from quest.cache import PagedKVCache
 from quest.config import QuestConfig
+from quest.pools import Pools
+from quest.sequences import Step
 from quest.stats import Stats
 
 
@@ -24,19 +26,57 @@ class Store:
         epoch: counts the changes that reorder or remove columns.
     """
 
-    def __init__(self, num_layers: int, config: QuestConfig) -> None:
+    def __init__(self, num_layers: int, config: QuestConfig, pools: Pools | None) -> None:
+        """`pools` are shared with other caches; None: `paged` has its own."""
         self.num_layers = num_layers
         self.config = config
+        self.pools = pools
         self.stats = Stats(config)
         self.epoch = 0
+        self.paged: PagedKVCache | None = None
         self.clear()
 
     def clear(self) -> None:
-        self.paged: PagedKVCache | None = None
+        if self.paged is not None:
+            self.paged.clear()
+        self.paged = None
         self.columns = 0
+        self._changed()
+        self._real: Tensor | None = None  # [batch, at least columns] bool, False for padding; None while there is none
+
+    def open(self, batch_size: int, device: torch.device) -> PagedKVCache:
+        """`paged`, with so many rows if it is new."""
+        if self.paged is None:
+            if self.pools is None:
+                self.paged = PagedKVCache(self.num_layers, batch_size, config=self.config, device=device)
+            else:
+                self.paged = PagedKVCache.on(self.pools, batch_size)
+            self.paged.stats = self.stats
+            self._seen = self.paged.version
+        return self.paged
+
+    @torch.inference_mode(False)
+    def align(self, columns: int | None = None) -> None:
+        """Take the rows of `paged` as they are now, padded on the left up to `columns` (None: the longest row)."""
+        paged = self.paged
+        if paged is None or (columns is None and self.is_aligned()):
+            return
+        self.columns = max(paged.lengths, default=0) if columns is None else columns
+        self._real = None
+        if any(length < self.columns for length in paged.lengths):
+            column = torch.arange(2 * self.columns, device=paged.device)  # with room for more
+            self._real = column >= self.columns - paged.seq_lens[:, None]
+        self._changed()
+
+    def is_aligned(self) -> bool:
+        return self.paged is None or self.paged.version == self._seen
+
+    def _changed(self) -> None:
+        """Columns are others than before, or none any more."""
         self.epoch += 1
         self.forget_step()
-        self._real: Tensor | None = None  # [batch, at least columns] bool, False for padding; None while there is none
+        if self.paged is not None:
+            self._seen = self.paged.version
 
     def forget_step(self) -> None:
         self._step: Step | None = None
@@ -67,23 +107,22 @@ class Store:
         batch, count = key.shape[0], key.shape[2]
         if self._step is not None and self.has_step(start, count):
             return self._step
-        if self.paged is None:
-            self.paged = PagedKVCache(self.num_layers, batch, config=self.config, device=key.device)
-            self.paged.stats = self.stats
+        paged = self.open(batch, key.device)
         if start == self.columns:
-            step = self.paged.extend(count if real is None else real)
+            step = paged.extend(count if real is None else real)
             self._record(batch, count, real)
         else:  # a layer that comes later than the others, or in other portions
             known = min(count, self.columns - start)
             if known < count:
                 rest = None if real is None else real[:, known:]
-                self.paged.extend(count - known if rest is None else rest)
+                paged.extend(count - known if rest is None else rest)
                 self._record(batch, count - known, rest)
             if self._real is None:
-                step = self.paged.extend(count, start=[start] * batch)
+                step = paged.extend(count, start=[start] * batch)
             else:
                 begin = self._real[:, :start].sum(1).tolist()
-                step = self.paged.extend(self._real[:, start : start + count], start=begin)
+                step = paged.extend(self._real[:, start : start + count], start=begin)
+        self._seen = paged.version
         self._step, self._span = step, (start, start + count)
         return step
 
@@ -107,8 +146,7 @@ class Store:
                 lengths = self._real[:, :columns].sum(1).tolist()
             self.paged.crop(lengths)
             self.columns = columns
-            self.epoch += 1
-            self.forget_step()
+            self._changed()
 
     @torch.inference_mode(False)
     def fork(self, indices: Tensor) -> None:
@@ -116,8 +154,7 @@ class Store:
             self.paged.fork(indices)
             if self._real is not None:
                 self._real = self._real[indices.to(self._real.device)]
-            self.epoch += 1
-            self.forget_step()
+            self._changed()
 
     def dense(self, layer: int, columns: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer's first `columns` columns, [batch, num_kv_heads, columns, head_dim], zero in padding."""
@@ -133,9 +170,9 @@ class Store:
 
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        memo[id(self.config)] = self.config
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
+        memo.update((id(x), x) for x in (self.config, self.pools))
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        clone.forget_step()
+        clone._changed()
         return clone
