@@ -6,7 +6,7 @@ lock, and each costs time by what it names, whatever the size of the pool.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,6 +220,8 @@ class Sequences:
             OutOfBlocks: fewer are free than are needed.
             ValueError: numbers don't fit the rows, or the places.
         """
+    def to_copy(self, begin: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Blocks that `extend`, or a `crop` that has such tokens written again, copies first."""
     def needed_to_crop(self, ends: Sequence[int], redo: Sequence[int]) -> int:
         """Blocks that `crop` takes. Raises as it does, but for OutOfBlocks."""
     def crop(self, ends: Sequence[int], redo: Sequence[int]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
@@ -234,4 +236,65 @@ class Sequences:
             ValueError: an end is past the row's length, or `redo` past the end.
         """
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequences:
-        """On a deep copy of the blocks."""
+        """On a deep copy of the blocks; on the same ones, held once more each, where `memo` maps them to themselves."""
+
+class ResidencyCounts:
+    """`hits`, `misses` in units; `bytes_in`, `bytes_out` moved; `resident`, `peak` bytes in memory."""
+
+    @property
+    def hits(self) -> int: ...
+    @property
+    def misses(self) -> int: ...
+    @property
+    def bytes_in(self) -> int: ...
+    @property
+    def bytes_out(self) -> int: ...
+    @property
+    def resident(self) -> int: ...
+    @property
+    def peak(self) -> int: ...
+
+@final
+class Residency:
+    """Which units of K and V are in memory. `table`: address, stride and width of a block table, int32.
+
+    `rows`: positions [begin, end) of each row. `scan`, `read`, `read_pages`, `write` and `hold` raise OSError, and have
+    changed nothing then.
+    """
+
+    def __init__(self, num_layers: int, max_bytes: int) -> None: ...
+    def set_layer(
+        self,
+        layer: int,
+        k: int,
+        v: int,
+        unit_bytes: tuple[int, int],
+        *,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        unit_tokens: int,
+        fd: int,
+        file: str,
+    ) -> None: ...
+    def grow(self, layer: int, k: int, v: int, num_blocks: int, /) -> None: ...
+    def scan(self, layer: int, table: tuple[int, int, int], rows: Sequence[tuple[int, int]], /) -> None: ...
+    def read(self, layer: int, table: tuple[int, int, int], rows: Sequence[tuple[int, int]], /) -> None: ...
+    def write(self, layer: int, table: tuple[int, int, int], rows: Sequence[tuple[int, int]], /) -> None: ...
+    def read_pages(
+        self,
+        layer: int,
+        table: tuple[int, int, int],
+        page_idx: int,
+        shape: tuple[int, ...],
+        page_size: int,
+        /,
+    ) -> None: ...
+    def hold(self, blocks: Sequence[int], /) -> None: ...
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], /) -> None: ...
+    def written(self, layer: int, blocks: Sequence[int], /) -> None: ...
+    def forget(self, blocks: Sequence[int], /) -> None: ...
+    def copy_layer(self, layer: int, other: Residency, /) -> None: ...
+    def settle(self) -> None: ...
+    @property
+    def counts(self) -> ResidencyCounts: ...

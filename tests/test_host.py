@@ -575,8 +575,10 @@ class World:
                 batch.sequences.extend(begin, counts, q_len, real)
             assert self.state() == before
             return
+        to_copy = batch.sequences.to_copy(begin, counts)
         copies, fresh, slots, ends, end_array, count_array = batch.sequences.extend(begin, counts, q_len, real)
         assert len(fresh) == needed
+        assert [source for source, _ in copies] == to_copy
         assert ends == end_array.tolist() == [first + count for first, count in zip(begin, counts)]
         assert count_array.tolist() == counts
         assert (end_array.dtype, count_array.dtype, slots.dtype) == (np.int32, np.int32, np.int64)
@@ -604,7 +606,9 @@ class World:
                 batch.sequences.crop(ends, redo)
             assert self.state() == before
             return
+        to_copy = batch.sequences.to_copy(begin, redo)
         copies, fresh, freed = batch.sequences.crop(ends, redo)
+        assert [source for source, _ in copies] == to_copy
         assert len(fresh) == needed == len(copies)
         self.changed(copies, fresh, freed)
         assert all(not self.refs[block] for block in freed)
@@ -769,6 +773,7 @@ def test_room_grows_to_a_multiple_so_that_tables_are_seldom_made_anew() -> None:
         (lambda s: s.extend([6, 3], [1, 2], 2, np.ones((2, 2), bool)), "extend: q_len places must hold"),
         (lambda s: s.extend([6, 3], [1, 1], 2, np.ones((2, 1), bool)), "extend: q_len places must hold"),
         (lambda s: s.extend([6, 3], [1, 1], 1, np.ones((1, 1), bool)), "extend: q_len places must hold"),
+        (lambda s: s.to_copy([6], [1]), "to_copy: there must be one number for each of 2 rows"),
         (lambda s: s.crop([7, 3], [0, 0]), "crop: row 0 has 6 tokens, got 0 from 7 on"),
         (lambda s: s.crop([6, 3], [0, 4]), "crop: row 1 has 3 tokens, got 4 from -1 on"),
         (lambda s: s.needed_to_crop([6], [0]), "crop: there must be one number for each of 2 rows"),
@@ -791,6 +796,35 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(call: Any, message: st
     with pytest.raises(ValueError, match=message):
         call(sequences)
     assert state() == before
+
+
+def test_sequences_that_are_gone_hold_nothing() -> None:
+    blocks = Blocks(8, block_size=4)
+    one, two = Sequences(blocks), Sequences(blocks)
+    for sequences in (one, two):
+        sequences.add()
+        sequences.extend([0], [9], 9)
+    one.copy(0)
+    one.select([])
+    blocks.remember([*range(8)], one.blocks_of(0)[:2], "")
+    del sequences, one
+    assert (blocks.num_free, blocks.num_idle, blocks.num_shared) == (5, 2, 0)
+    assert blocks.allocate(5)[3:] == [1, 0]  # the end of a sequence goes before its beginning
+    assert two.lengths == [9]
+
+
+def test_a_copy_on_the_same_blocks_holds_them_once_more() -> None:
+    sequences = filled([6])
+    blocks = sequences.blocks
+    other = copy.deepcopy(sequences, {id(blocks): blocks})
+    assert other.blocks is blocks
+    assert (blocks.num_free, blocks.num_shared) == (6, 2)
+    copies, fresh, *_ = other.extend([6], [1], 1)
+    assert copies == [(sequences.blocks_of(0)[1], fresh[0])]
+    assert (sequences.length(0), other.length(0)) == (6, 7)
+    assert sequences.table()[0, 1] != other.table()[0, 1]
+    del other
+    assert (blocks.num_free, blocks.num_shared) == (6, 0)
 
 
 def test_an_empty_sequence_is_filled_with_new_blocks() -> None:

@@ -717,6 +717,25 @@ def test_a_prefix_of_one_cache_is_found_by_another(config: QuestConfig) -> None:
     assert two.usage().prefix_hits == 3 * size
 
 
+def test_a_cache_that_is_gone_or_copied_leaves_the_pools_to_the_others(config: QuestConfig) -> None:
+    size, texts = config.block_size, [Text(0), Text(1)]
+    pools = Pools(LAYERS, config=config)
+    one, two = (PagedKVCache.on(pools, 1) for _ in range(2))
+    store(one, texts[:1], 2 * size + 3)
+    store(two, texts[1:], size)
+    other = copy.deepcopy(one)
+    assert other.pools is pools
+    assert (pools.usage().used, pools.usage().shared) == (4, 3)
+    cold = alone(config, texts[0], 2 * size + 3)
+    assert decode(other, texts[:1]).equal(decode(cold, texts[:1]))
+    store(one, texts[1:], 5)
+    assert decode(other, texts[:1]).equal(decode(cold, texts[:1]))
+    del one
+    assert (pools.usage().used, pools.usage().shared) == (1 - -other.lengths[0] // size, 0)
+    store(two, texts[1:], 4 * size)  # growth, in which the one that is gone takes no part
+    assert decode(other, texts[:1]).equal(decode(cold, texts[:1]))
+
+
 def test_a_full_pool_is_full_for_all_its_caches() -> None:
     config = CONFIGS["page"]
     pools = Pools(LAYERS, config=config, num_blocks=4, max_blocks=4)

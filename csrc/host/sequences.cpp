@@ -200,6 +200,7 @@ void Sequences::check(const Span& span, const char* op) const {
 }
 
 std::vector<int32_t> Sequences::to_copy(const Span& span) const {
+  check(span, "to_copy");
   std::vector<int32_t> blocks;
   for (auto [row, place] : shared(span)) blocks.push_back(this->row(row).blocks[place]);
   return blocks;
