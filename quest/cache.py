@@ -120,6 +120,8 @@ class PagedKVCache(PagedSequences):
         As `quest.decode` with the cache's config. With q_len above 1 every token selects its own pages, and sees only
         what precedes it; the tokens of a row that has fewer must be the last ones.
         """
+        if self.pools.stale:
+            self._mend()
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
         like = layer, query.shape, softmax_scale, softcap, window
         usual = sinks is None and backend == "auto"

@@ -146,19 +146,19 @@ class Pools:
         return len(self.k_cache)
 
     def usage(self, unused_slots: int = 0) -> Usage:
-        blocks = self.blocks
+        num_blocks, free, idle, shared, cached, evicted = self.blocks.counts  # all at one moment
         return Usage(
-            num_blocks=blocks.num_blocks,
-            used=blocks.num_blocks - blocks.num_free,
-            shared=blocks.num_shared,
-            free=blocks.num_free,
-            idle=blocks.num_idle,
-            cached=blocks.num_cached,
+            num_blocks=num_blocks,
+            used=num_blocks - free,
+            shared=shared,
+            free=free,
+            idle=idle,
+            cached=cached,
             unused_slots=unused_slots,
-            block_size=blocks.block_size,
+            block_size=self.config.block_size,
             prefix_tokens=self._prefix_tokens,
             prefix_hits=self._prefix_hits,
-            evicted=blocks.num_evicted,
+            evicted=evicted,
         )
 
     # --- blocks ------------------------------------------------------------------------------------------------------
