@@ -278,7 +278,7 @@ class PagedKVCache(PagedSequences):
             places = [place for place, block in enumerate(blocks) if block in stale]
             if places:
                 num_new = length - places[0] * size
-                self._summarise_all(*map(self._int32, ([blocks], [length], [num_new])))
+                self._summarise_all(self._int32(blocks)[None], self._int32([length]), self._int32([num_new]))
             held.update(blocks[place] for place in places)
             done.update(blocks[place] for place in places if (place + 1) * size <= length)
         # Of a block that isn't full, a sequence of another cache may have more pages.
