@@ -194,6 +194,8 @@ class Sequences:
         Raises:
             ValueError: an index is not of a row.
         """
+    def to_copy(self, begin: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Blocks that `extend` replaces by copies, as many times as each is copied."""
     def needed(self, begin: Sequence[int], counts: Sequence[int]) -> int:
         """Blocks that `extend` takes. Raises as it does, but for OutOfBlocks."""
     def extend(

@@ -74,7 +74,6 @@ class PagedKVCache(PagedSequences):
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
         self._op = "decode" if pools.packing is None else "decode_packed"
         self._stored_step = [0] * pools.num_layers  # version of the last step that each layer has stored
-        self._mended = 0, 0  # when all sequences' blocks had summaries
         self.stats = Stats(self.config)
         pools.on_growth(self._forget_quick)
 
@@ -271,8 +270,7 @@ class PagedKVCache(PagedSequences):
             raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
 
     def _mend(self) -> None:
-        seen = self.pools.num_overwritten, self._version
-        if not (stale := self.pools.stale) or seen == self._mended:
+        if not (stale := self.pools.stale):
             return
         size, held, done = self.config.block_size, Counter[int](), set[int]()
         for sequence in self._sequences.ids:
@@ -286,7 +284,6 @@ class PagedKVCache(PagedSequences):
         # Of a block that isn't full, a sequence of another cache may have more pages.
         done.update(block for block, count in held.items() if count == self.pools.blocks.refs(block))
         stale -= done
-        self._mended = seen
 
     def _refresh(self, seq_lens: Any = None) -> None:
         shape = self.block_table.shape

@@ -341,8 +341,6 @@ class PagedSequences:
 
 def _token_ids(op: str, tokens: Tokens) -> np.ndarray:
     ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
-    if not ids.size:
-        ids = ids.astype(np.int64)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"{op}: tokens must be one-dimensional and of integers, got {ids.dtype} {[*ids.shape]}")
     return np.ascontiguousarray(ids, np.int64)
