@@ -288,6 +288,22 @@ def bench_hf(
             hf.show(rows, others, console)
 
 
+@bench.command("cache")
+def bench_cache(
+    batch: Annotated[list[int], typer.Option(min=1, help="Rows; may be given several times.")] = [1, 64],  # noqa: B006
+    context: Annotated[int, typer.Option(min=16, help="Tokens of each row.")] = 131072,
+    block_size: Annotated[list[int], typer.Option(min=16, help="A multiple of 16.")] = [16, 256],  # noqa: B006
+    json: Json = None,
+) -> None:
+    """The cache's bookkeeping: tables and slots of a step, forks, prefixes. No K or V is touched."""
+    with errors():
+        from quest.bench import cache
+
+        with reported(json) as (console, rows, _):
+            rows += cache.run(batch, context, block_size)
+            cache.show(rows, console)
+
+
 class Mode(StrEnum):
     quick = "quick"
     full = "full"
