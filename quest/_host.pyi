@@ -222,8 +222,6 @@ class Sequences:
             OutOfBlocks: fewer are free than are needed.
             ValueError: numbers don't fit the rows, or the places.
         """
-    def to_copy(self, begin: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Blocks that `extend`, or a `crop` that has such tokens written again, copies first."""
     def needed_to_crop(self, ends: Sequence[int], redo: Sequence[int]) -> int:
         """Blocks that `crop` takes. Raises as it does, but for OutOfBlocks."""
     def crop(self, ends: Sequence[int], redo: Sequence[int]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
