@@ -73,6 +73,7 @@ class PagedKVCache(PagedSequences):
         super().__init__(pools, batch_size)
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
         self._op = "decode" if pools.packing is None else "decode_packed"
+        self._mended = 0, 0  # calls of `overwritten`, and version, of the last time that summaries were made for them
         self._stored_step = [0] * pools.num_layers  # version of the last step that each layer has stored
         self.stats = Stats(self.config)
         pools.on_growth(self._forget_quick)
@@ -270,8 +271,10 @@ class PagedKVCache(PagedSequences):
             raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
 
     def _mend(self) -> None:
-        if not (stale := self.pools.stale):
+        seen = self.pools.num_overwritten, self._version
+        if not (stale := self.pools.stale) or seen == self._mended:
             return
+        self._mended = seen  # marks that are left are of blocks that no sequence here has, or of others' pages
         size, held, done = self.config.block_size, Counter[int](), set[int]()
         for sequence in self._sequences.ids:
             blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)

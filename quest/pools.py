@@ -132,6 +132,7 @@ class Pools:
         self.residency, self.tier = self._second_tier(num_layers, offload)
         self.blocks = _host.Blocks(num_blocks, block_size=self.config.block_size, watermark=watermark)
         self.stale: set[int] = set()  # blocks whose summaries are not those of their keys
+        self.num_overwritten = 0  # calls of `overwritten`
         self.k_cache: list[Tensor | None] = [None] * num_layers
         self.v_cache: list[Tensor | None] = [None] * num_layers
         self.packing = packing_of(self.config)
@@ -217,6 +218,7 @@ class Pools:
         for block in named:
             check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
         self.stale.update(named)
+        self.num_overwritten += 1
         if self.residency is not None:
             with self.residency.step():  # nothing may be moved out before all of it counts as written
                 for layer in range(self.num_layers):
