@@ -337,7 +337,7 @@ class PagedSequences:
 
 
 def _token_ids(op: str, tokens: Tokens) -> np.ndarray:
-    ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
+    ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens, None if len(tokens) else np.int64)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{op}: tokens must be one-dimensional and of integers, got {ids.dtype} {[*ids.shape]}")
     return np.ascontiguousarray(ids, np.int64)
