@@ -10,6 +10,7 @@ from quest._host import OutOfBlocks
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
 from quest.decode import decode, decode_packed
+from quest.offload import Offload
 from quest.ops import append, attend, merge, score, select, summarise
 from quest.ops_packed import pack, score_packed
 from quest.packing import Packing, packing_of
@@ -21,6 +22,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Offload",
     "OutOfBlocks",
     "Packing",
     "PagedKVCache",

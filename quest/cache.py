@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from quest import ops, ops_packed
 from quest.config import QuestConfig
-from quest.decode import decode, decode_packed, op_settings
+from quest.decode import decode, decode_fetched, decode_packed, op_settings
+from quest.offload import Offload, OffloadStats
 from quest.packing import MAX_KEY
 from quest.pools import Pools, check_int
 from quest.sequences import PagedSequences, Step
@@ -32,7 +34,7 @@ class PagedKVCache(PagedSequences):
     Args:
         num_layers: layers with K and V of their own.
         batch_size: rows to start with; `add`, `select`, `remove` and `fork` change them.
-        config, num_blocks, max_blocks, watermark, device: as in `Pools`.
+        config, num_blocks, max_blocks, watermark, device, offload: as in `Pools`.
 
     Attributes:
         k_cache, v_cache: per layer [num_blocks, num_kv_heads, block_size, head_dim], None before its first keys.
@@ -51,9 +53,10 @@ class PagedKVCache(PagedSequences):
         max_blocks: int | None = None,
         watermark: int = 0,
         device: torch.device | str = "cpu",
+        offload: Offload | None = None,
     ) -> None:
         sizes: dict[str, Any] = dict(num_blocks=num_blocks, max_blocks=max_blocks, watermark=watermark)
-        self._lie_on(Pools(num_layers, config=config, device=device, **sizes), batch_size)
+        self._lie_on(Pools(num_layers, config=config, device=device, offload=offload, **sizes), batch_size)
         self._own_pools = True
 
     @classmethod
@@ -78,16 +81,24 @@ class PagedKVCache(PagedSequences):
     def num_layers(self) -> int:
         return len(self.k_cache)
 
+    @property
+    def offload_stats(self) -> OffloadStats | None:
+        """What was moved between memory and files, and what of it is in memory; None without `offload`."""
+        return None if self.pools.residency is None else self.pools.residency.stats
+
     # --- layers ------------------------------------------------------------------------------------------------------
 
     def append(self, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         """Store a layer's new keys and values [batch, q_len, num_kv_heads, head_dim] and summarise their pages."""
         self._check_step("append", layer, key, value, step)
-        if self.pools.packing is not None and not _is_finite(key) and not _is_finite(key[step.slot_mapping >= 0]):
-            raise ValueError(f"append: key must be finite and at most {MAX_KEY:g} where summaries are packed")
+        if self.pools.packing is not None:
+            _check_finite("append", key, step)
         k_cache, v_cache, *_ = self.pools.layer(layer, key, value)
-        ops.append(key, value, k_cache, v_cache, step.slot_mapping, check=False)
-        self._summarise(layer, step.block_table, step.seq_lens, step.num_new)
+        with self.pools.step():
+            if (residency := self.pools.residency) is not None:
+                residency.write(layer, step.block_table, step.lengths, step.num_new.tolist())
+            ops.append(key, value, k_cache, v_cache, step.slot_mapping, check=False)
+            self._summarise(layer, step.block_table, step.seq_lens, step.num_new)
         self._stored_step[layer] = step.version
 
     def decode(
@@ -141,28 +152,21 @@ class PagedKVCache(PagedSequences):
         layer, _, softmax_scale, softcap, window = like
         self._check_step("decode", layer, key, value, step)
         pools = self.pools.layer(layer, key, value)
+        tensors = query, key, value, *pools, step.block_table, step.seq_lens, step.slot_mapping
+        options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
+        options |= dict(config=self.config, layer_idx=layer, check=False, backend=backend)
+        if (residency := self.pools.residency) is not None:
+            if self.pools.packing is not None:
+                _check_finite("decode", key, step)
+            with residency.step():
+                done = decode_fetched(residency.reader(layer, step, window), tensors, **options)
+            return done, Call.of(layer, query, pools[0], pools[1], window)
         whole: Callable[..., tuple[Tensor, Tensor]] = decode if self.pools.packing is None else decode_packed
-        done = whole(
-            query,
-            key,
-            value,
-            *pools,
-            step.block_table,
-            step.seq_lens,
-            step.slot_mapping,
-            config=self.config,
-            layer_idx=layer,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            sinks=sinks,
-            window=window,
-            check=False,
-            backend=backend,
-        )
+        done = whole(*tensors, **options)
         call = Call.of(layer, query, pools[0], pools[1], window)
         if sinks is None and backend == "auto" and self.device.type == "cpu" and query.dim() == 4:
-            options = softmax_scale, softcap, None, window
-            settings = op_settings(query, step.block_table, self.config, layer, *options, check=False)
+            usual = softmax_scale, softcap, None, window
+            settings = op_settings(query, step.block_table, self.config, layer, *usual, check=False)
             self._quick[like] = pools, settings, call
         return done, call
 
@@ -171,7 +175,9 @@ class PagedKVCache(PagedSequences):
         layer, _, softmax_scale, softcap, window = like
         k_cache, v_cache, *_ = self._stored("decode", layer)
         options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
-        _, dense = ops.attend(query, k_cache, v_cache, step.block_table, step.seq_lens, **options, check=False)
+        with self.pools.step():
+            self._fetch_all(layer, step.lengths)
+            _, dense = ops.attend(query, k_cache, v_cache, step.block_table, step.seq_lens, **options, check=False)
         self.stats.record_mass(layer, lse, dense)
 
     def attend(
@@ -214,10 +220,16 @@ class PagedKVCache(PagedSequences):
             redo = [min(again, 1) for again in redo]
         self._mend()
         self.pools.reserve(self._sequences.needed_to_crop(ends, redo))
-        self._changed(*self._sequences.crop(ends, redo))
-        self._refresh()
-        if any(redo):
-            self._summarise_all(self.block_table, self.seq_lens, self._int32(redo))
+        with self.pools.step():
+            if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
+                first = [end - again for end, again in zip(ends, redo, strict=True)]
+                residency.hold(self._sequences.to_copy(first, redo))
+                for layer in self._layers():
+                    residency.summarise(layer, self.block_table, ends, redo)
+            self._changed(*self._sequences.crop(ends, redo))
+            self._refresh()
+            if any(redo):
+                self._summarise_all(self.block_table, self.seq_lens, self._int32(redo))
 
     def undo(self, lengths: int | Sequence[int]) -> None:
         """`crop` to what the rows had before the last step, which only some layers have stored: no layer lacks any."""
@@ -227,7 +239,9 @@ class PagedKVCache(PagedSequences):
     def dense(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as [batch, num_kv_heads, max(lengths), head_dim], zero beyond a row's length."""
         k_cache, v_cache, *_ = self._stored("dense", layer)
-        return self._dense(k_cache), self._dense(v_cache)
+        with self.pools.step():
+            self._fetch_all(layer, self.lengths)
+            return self._dense(k_cache), self._dense(v_cache)
 
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
@@ -258,17 +272,21 @@ class PagedKVCache(PagedSequences):
         if late:
             raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
 
-    def _mend(self, sequences: Sequence[int] | None = None) -> None:
-        if not self.pools.stale:
+    def _mend(self) -> None:
+        if not (stale := self.pools.stale):
             return
-        size = self.config.block_size
-        for sequence in self.ids if sequences is None else sequences:
-            blocks = self._sequences.blocks_of(sequence)
-            if first := next((i for i, block in enumerate(blocks, 1) if block in self.pools.stale), 0):
-                length = self._sequences.length(sequence)
-                num_new = length - (first - 1) * size
+        size, held, done = self.config.block_size, Counter[int](), set[int]()
+        for sequence in self._sequences.ids:
+            blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)
+            places = [place for place, block in enumerate(blocks) if block in stale]
+            if places:
+                num_new = length - places[0] * size
                 self._summarise_all(*map(self._int32, ([blocks], [length], [num_new])))
-                self.pools.stale.difference_update(blocks)
+            held.update(blocks[place] for place in places)
+            done.update(blocks[place] for place in places if (place + 1) * size <= length)
+        # Of a block that isn't full, a sequence of another cache may have more pages.
+        done.update(block for block, count in held.items() if count == self.pools.blocks.refs(block))
+        stale -= done
 
     def _refresh(self, seq_lens: Any = None) -> None:
         shape = self.block_table.shape
@@ -280,18 +298,29 @@ class PagedKVCache(PagedSequences):
         self._quick.clear()
 
     def _summarise_all(self, block_table: Tensor, seq_lens: Tensor, num_new: Tensor) -> None:
-        for layer in range(self.num_layers):
-            if self.k_cache[layer] is not None:
-                self._summarise(layer, block_table, seq_lens, num_new)
+        for layer in self._layers():
+            self._summarise(layer, block_table, seq_lens, num_new)
+
+    def _layers(self) -> list[int]:
+        """Layers that have stored keys."""
+        return [layer for layer, k_cache in enumerate(self.k_cache) if k_cache is not None]
+
+    def _fetch_all(self, layer: int, lengths: Sequence[int]) -> None:
+        """Have K and V of the rows in memory, if they may be elsewhere."""
+        if (residency := self.pools.residency) is not None:
+            residency.scan(layer, self.block_table, [0] * len(lengths), lengths)
 
     def _summarise(self, layer: int, block_table: Tensor, seq_lens: Tensor, num_new: Tensor) -> None:
         k_cache, _, *summaries = self._stored("summarise", layer)
         rows = k_cache, *summaries, block_table, seq_lens, num_new
-        if (packing := self.pools.packing) is None:
-            ops.summarise(*rows, check=False)
-        else:
-            sink_tokens = self.config.layer(layer).sink_tokens
-            ops_packed.pack(*rows, packing=packing, sink_tokens=sink_tokens, check=False)
+        with self.pools.step():
+            if (residency := self.pools.residency) is not None:
+                residency.summarise(layer, block_table, seq_lens.tolist(), num_new.tolist())
+            if (packing := self.pools.packing) is None:
+                ops.summarise(*rows, check=False)
+            else:
+                sink_tokens = self.config.layer(layer).sink_tokens
+                ops_packed.pack(*rows, packing=packing, sink_tokens=sink_tokens, check=False)
 
     def _stored(self, op: str, layer: int) -> tuple[Tensor, ...]:
         check_int(op, "layer", layer, 0, self.num_layers - 1)
@@ -321,6 +350,11 @@ class PagedKVCache(PagedSequences):
                 f"{op}: key and value must agree in heads and dtype and be on the cache's device {self.device}, got "
                 f"{[*key.shape]} {key.dtype} on {key.device} and {[*value.shape]} {value.dtype} on {value.device}"
             )
+
+
+def _check_finite(op: str, key: Tensor, step: Step) -> None:
+    if not _is_finite(key) and not _is_finite(key[step.slot_mapping >= 0]):
+        raise ValueError(f"{op}: key must be finite and at most {MAX_KEY:g} where summaries are packed")
 
 
 def _is_finite(key: Tensor) -> bool:

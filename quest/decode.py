@@ -16,7 +16,7 @@ GPU the same op is a few launches, see `quest.gpu`.
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -116,17 +116,58 @@ def decode_packed(
     return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend)
 
 
+class Fetch(Protocol):
+    """Brings K and V to memory before a step reads or writes them there (`quest.residency`)."""
+
+    def before_append(self) -> None: ...
+
+    def before_attend(self, page_idx: Tensor | None) -> None:
+        """`page_idx` as `quest.attend` takes it."""
+
+
+def decode_fetched(
+    fetch: Fetch,
+    tensors: tuple[Tensor, ...],
+    *,
+    config: QuestConfig,
+    layer_idx: int,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    window: int | None,
+    check: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`decode`, or `decode_packed` with its nine tensors, where K and V are not all in memory.
+
+    The verbs one by one, for what is selected must be fetched before it is attended to; another backend than "auto" and
+    "verbs" has everything fetched.
+    """
+    return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend, fetch)
+
+
 def _decode(
-    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options, check: bool, backend: str
+    tensors: tuple[Tensor, ...],
+    config: QuestConfig,
+    layer_idx: int,
+    options: _Options,
+    check: bool,
+    backend: str,
+    fetch: Fetch | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Ten tensors with page_min and page_max, nine with packed summaries."""
     given, query = tensors, tensors[0]
     try:
+        if fetch is not None and backend == "auto":
+            backend = "verbs"
         chosen = backends.choose(backend, query.device)
         if chosen != "cpu" or not _as_usual(tensors, config, layer_idx, options):
             _check(tensors, config, layer_idx, options)
         if query.dim() == 3:
             tensors = (*(x.unsqueeze(1) for x in tensors[:3]), *tensors[3:])
+        if fetch is not None and chosen != "verbs":
+            fetch.before_append()
+            fetch.before_attend(None)
         if chosen == "cpu" or backend == "auto":
             out, lse = _fused(tensors, config, layer_idx, options, check)
         elif chosen in ("cuda", "triton"):
@@ -141,7 +182,7 @@ def _decode(
                 spec = reference.decode if len(tensors) == 10 else reference_packed.decode_packed
                 out, lse = spec(*tensors, config=config, layer_idx=layer_idx, **options._asdict())
             else:
-                out, lse = _verbs(tensors, config, layer_idx, options, check)
+                out, lse = _verbs(tensors, config, layer_idx, options, check, fetch)
     except Exception:
         # The op has looked before it wrote. What is wrong with an argument, the checks say better.
         _check(given, config, layer_idx, options)
@@ -219,10 +260,17 @@ def _check(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, opt
 
 
 def _verbs(
-    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options, check: bool
+    tensors: tuple[Tensor, ...],
+    config: QuestConfig,
+    layer_idx: int,
+    options: _Options,
+    check: bool,
+    fetch: Fetch | None,
 ) -> tuple[Tensor, Tensor]:
     query, key, value, k_cache, v_cache, *summaries, block_table, seq_lens, slot_mapping = tensors
     layer, packing, page_size = config.layer(layer_idx), packing_of(config), config.page_size
+    if fetch is not None:
+        fetch.before_append()
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
 
     q_len = query.shape[1]
@@ -254,6 +302,8 @@ def _verbs(
 
         page_idx, _ = ops.select(scores, seq_lens, page_size=page_size, **forced, **seen)
 
+    if fetch is not None:
+        fetch.before_attend(page_idx)
     logits: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
     return ops.attend(query, k_cache, v_cache, block_table, seq_lens, page_idx, page_size=page_size, **logits, **seen)
 

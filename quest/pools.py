@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from quest import _host
 from quest.config import QuestConfig
+from quest.offload import FileTier, HostTier, Offload
 from quest.packing import packing_of
+from quest.residency import Residency
 
 __all__ = ["Pools", "Usage"]
 
@@ -95,10 +98,14 @@ class Pools:
         max_blocks: blocks to grow to; None: as many as are needed.
         watermark: blocks that new sequences leave free (`PagedKVCache.admits`).
         device: where the pools live.
+        offload: keep K and V within a budget, the rest in files; a CPU's only. Without it, and on a GPU, sequences can
+            still be suspended: to files, and to the host's memory.
 
     Attributes:
         k_cache, v_cache, summaries: as in `PagedKVCache`.
         blocks: which blocks are taken, shared, cached.
+        residency: what of K and V is in memory, None without `offload`.
+        tier: where suspended sequences are.
     """
 
     def __init__(
@@ -110,6 +117,7 @@ class Pools:
         max_blocks: int | None = None,
         watermark: int = 0,
         device: torch.device | str = "cpu",
+        offload: Offload | None = None,
     ) -> None:
         check_int("Pools", "num_layers", num_layers, 1)
         check_int("Pools", "num_blocks", num_blocks, 0)
@@ -121,6 +129,7 @@ class Pools:
         self.config = QuestConfig() if config is None else config
         self.device = torch.empty(0, device=device).device
         self.max_blocks = max_blocks
+        self.residency, self.tier = self._second_tier(num_layers, offload)
         self.blocks = _host.Blocks(num_blocks, block_size=self.config.block_size, watermark=watermark)
         self.stale: set[int] = set()  # blocks whose summaries are not those of their keys
         self.k_cache: list[Tensor | None] = [None] * num_layers
@@ -182,11 +191,15 @@ class Pools:
         """Call a method, while its object lives, before the pools become other tensors."""
         self._on_growth = [grown for grown in self._on_growth if grown() is not None] + [weakref.WeakMethod(call)]
 
-    def changed(self, copies: Sequence[tuple[int, int]], fresh: Iterable[int], freed: Iterable[int]) -> None:
+    def changed(self, copies: Sequence[tuple[int, int]], fresh: Sequence[int], freed: Sequence[int]) -> None:
         """Copy blocks, (from, to); `fresh` ones were taken and `freed` ones given back: they hold nothing any more."""
         if self.stale:
             self.stale.difference_update(fresh, freed)
+        if self.residency is not None:
+            self.residency.forget(fresh)
         self._copy_blocks(copies)
+        if self.residency is not None:
+            self.residency.forget(freed)  # among which may be one that was copied
 
     def find(self, ids: np.ndarray, extra: str) -> list[int]:
         """Blocks of the longest known beginning of token ids, each with one more reference."""
@@ -198,12 +211,16 @@ class Pools:
     def overwritten(self, blocks: Iterable[int]) -> None:
         """Say that K and V of blocks were written past the cache, by a transfer or an engine's own kernel.
 
-        Their summaries are made anew before they are scored.
+        Their summaries are made anew before they are scored. With `offload` all of a block counts as written.
         """
         named = list(blocks)
         for block in named:
             check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
         self.stale.update(named)
+        if self.residency is not None:
+            with self.residency.step():  # nothing may be moved out before all of it counts as written
+                for layer in range(self.num_layers):
+                    self.residency.written(layer, named)
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 
@@ -230,7 +247,11 @@ class Pools:
         shapes = [(block_size, head_dim), (block_size, v_head_dim)]
         if self.packing is None:
             shapes += [(pages, head_dim), (pages, head_dim)]
-        made = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes]
+        if self.residency is None:
+            made = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes]
+        else:
+            summaries = [empty((num_blocks, num_kv_heads, *shape), dtype) for shape in shapes[2:]]
+            made = [*self.residency.create(layer, num_blocks, num_kv_heads, (head_dim, v_head_dim), dtype), *summaries]
         if self.packing is not None:
             made.append(empty((num_blocks, num_kv_heads, self.packing.num_bytes(head_dim)), torch.uint8, self.device))
         for pools, pool in zip(self.kinds, made, strict=True):
@@ -242,9 +263,14 @@ class Pools:
         for layer, k_cache in enumerate(self.k_cache):
             if k_cache is None or k_cache.shape[0] >= num_blocks:
                 continue
-            old = [pool for pools in self.kinds if (pool := pools[layer]) is not None]
+            kinds = self.kinds
+            if self.residency is not None:
+                kinds = self.summaries
+            old = [pool for pools in kinds if (pool := pools[layer]) is not None]
             new = [empty((num_blocks, *pool.shape[1:]), pool.dtype, self.device) for pool in old]
-            for pools, small, large in zip(self.kinds, old, new, strict=True):
+            if self.residency is not None:
+                self.k_cache[layer], self.v_cache[layer] = self.residency.grow(layer, num_blocks)
+            for pools, small, large in zip(kinds, old, new, strict=True):
                 large[: small.shape[0]] = small
                 pools[layer] = large
 
@@ -253,7 +279,9 @@ class Pools:
         if not pairs:
             return
         source, target = torch.tensor(pairs, device=self.device).T
-        for pools in self.kinds:
+        if self.residency is not None:
+            self.residency.copy_blocks(pairs)
+        for pools in self.kinds if self.residency is None else self.summaries:
             for pool in pools:
                 if pool is not None:
                     pool.index_copy_(0, target, pool.index_select(0, source))
@@ -268,22 +296,45 @@ class Pools:
 
     # --- the second tier ---------------------------------------------------------------------------------------------
 
+    def _second_tier(self, num_layers: int, offload: Offload | None) -> tuple[Residency | None, FileTier | HostTier]:
+        if offload is None:
+            return None, FileTier() if self.device.type == "cpu" else HostTier()
+        if not isinstance(offload, Offload):
+            raise TypeError(f"Pools: offload must be an Offload or None, got {type(offload).__name__}")
+        if self.device.type != "cpu":
+            raise ValueError(
+                f"Pools: offload must be None on {self.device}, where whole sequences can be suspended to the host's "
+                "memory, but not parts of them"
+            )
+        return Residency(num_layers, self.config, offload), FileTier(offload.directory)
+
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """What `residency` fetches inside stays until the end."""
+        return contextlib.nullcontext() if self.residency is None else self.residency.step()
+
     def store(self, blocks: Sequence[int]) -> Any:
         """Copy what blocks hold to the second tier, K, V and summaries of every layer; gives what `load` needs."""
+        return self.tier.store(self._rows(blocks))
+
+    def _rows(self, blocks: Sequence[int]) -> Iterator[Tensor]:
         places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        return self.tier.store([pool.index_select(0, places) for pool in self._all()])
+        for layer in range(self.num_layers):
+            with self.step():
+                if self.residency is not None and self.k_cache[layer] is not None:
+                    self.residency.scan_blocks(layer, blocks)
+                for pool in self.stored(layer) or ():
+                    yield pool.index_select(0, places)
 
     def load(self, handle: Any, blocks: Sequence[int]) -> None:
         """Bring what was stored into other blocks."""
         places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        pools = self._all()
-        rows = [pool.new_empty(len(blocks), *pool.shape[1:]) for pool in pools]
-        self.tier.load(handle, rows)
-        for pool, row in zip(pools, rows, strict=True):
-            pool.index_copy_(0, places, row)
-
-    def _all(self) -> list[Tensor]:
-        return [pool for kind in self.kinds for pool in kind if pool is not None]
+        rows = self.tier.load(handle)
+        for layer in range(self.num_layers):
+            with self.step():
+                for pool in self.stored(layer) or ():
+                    pool.index_copy_(0, places, next(rows).to(self.device, non_blocking=True))
+                if self.residency is not None and self.k_cache[layer] is not None:
+                    self.residency.written(layer, blocks)
 
 
 def check_int(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:

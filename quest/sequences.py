@@ -109,8 +109,11 @@ class PagedSequences:
         begin = self.lengths if start is None else self._check_start(start)
         self._mend()
         self.pools.reserve(self._sequences.needed(begin, counts))
-        copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
-        self._changed(copies, fresh, ())
+        with self.pools.step():
+            if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
+                residency.hold(self._sequences.to_copy(begin, counts))
+            copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
+            self._changed(copies, fresh, ())
         self._refresh(seq_lens if start is None else None)
         self._last_step = self._version
         lens = self.seq_lens if start is None else self._tensor(seq_lens)
@@ -193,7 +196,7 @@ class PagedSequences:
             OSError: the second tier is full or fails; the sequence stays where it is.
         """
         self._check_id("suspend", sequence, suspended=False)
-        self._mend([sequence])
+        self._mend()
         handle = self.pools.store(self._sequences.blocks_of(sequence))
         self._suspended[sequence] = handle, self._sequences.length(sequence)
         if sequence in self.ids:
@@ -270,8 +273,8 @@ class PagedSequences:
     def _check_stored(self, op: str) -> None:
         """Raise if a layer lacks tokens that the rows have."""
 
-    def _mend(self, sequences: Sequence[int] | None = None) -> None:
-        """See to it that all blocks of the rows, or of `sequences`, have summaries."""
+    def _mend(self) -> None:
+        """See to it that all blocks of the sequences have summaries."""
 
     def _changed(self, copies: Sequence[tuple[int, int]], fresh: Sequence[int], freed: Sequence[int]) -> None:
         """Do with the tensors what was done with their blocks."""
@@ -337,7 +340,9 @@ class PagedSequences:
 
 
 def _token_ids(op: str, tokens: Tokens) -> np.ndarray:
-    ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens, None if len(tokens) else np.int64)
+    ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
+    if not ids.size:
+        ids = ids.astype(np.int64)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{op}: tokens must be one-dimensional and of integers, got {ids.dtype} {[*ids.shape]}")
     return np.ascontiguousarray(ids, np.int64)

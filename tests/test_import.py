@@ -37,6 +37,6 @@ def test_public_names():
 
     verbs = {"append", "summarise", "score", "select", "attend", "merge", "decode"}
     packed = {"pack", "score_packed", "decode_packed", "Packing", "packing_of"}
-    cache = {"OutOfBlocks", "PagedKVCache", "Pools", "QuestConfig"}
+    cache = {"Offload", "OutOfBlocks", "PagedKVCache", "Pools", "QuestConfig"}
     assert set(quest.__all__) == verbs | packed | cache | {"reference"}
     assert all(hasattr(quest, name) for name in quest.__all__)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -82,8 +83,10 @@ def installed(wheel):
     return folder
 
 
-def test_wheel_serves_every_python_from_3_11(wheel):
-    assert re.fullmatch(r"quest_attention-0\.1\.0(\+cu\d+)?-cp311-abi3-\w+\.whl", wheel.name)
+def test_wheel_is_for_one_python(wheel):
+    """quest._host is; the libraries that torch loads are not."""
+    python = "cp{}{}".format(*sys.version_info)
+    assert re.fullmatch(rf"quest_attention-0\.1\.0(\+cu\d+)?-{python}-{python}-\w+\.whl", wheel.name)
 
 
 def test_wheel_holds_libraries_types_and_folders_from_the_top(wheel, tree):
@@ -91,7 +94,8 @@ def test_wheel_holds_libraries_types_and_folders_from_the_top(wheel, tree):
     expected = {str(path.relative_to(tree)) for path in (tree / "quest").rglob("*.py")}
     for folder in ("bench", "triton_kernels"):
         expected |= {f"quest/{path.relative_to(tree)}" for path in (tree / folder).glob("*.py")}
-    assert names >= expected | {"quest/py.typed", "quest/_C.abi3.so"}
+    host = f"quest/_host{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert names >= expected | {"quest/py.typed", "quest/_host.pyi", "quest/_C.abi3.so", host}
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quest"}
     has_cuda = "quest/_C_cuda.abi3.so" in names
     assert has_cuda == ("+cu" in wheel.name)
@@ -144,6 +148,13 @@ def test_no_code_is_shared_between_instruction_sets(wheel, tree):
             if kind in "WVu":
                 owners[name].add(isa)
     assert {name: isas for name, isas in owners.items() if len(isas) > 1} == {}
+
+
+def test_host_module_needs_no_torch(installed):
+    (library,) = installed.glob("quest/_host.*.so")
+    status, output = run([need("readelf"), "-d", library], cwd=library.parent)
+    assert status == 0, output
+    assert [name for name in re.findall(r"NEEDED.*\[(.*)\]", output) if "torch" in name or "c10" in name] == []
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tiny_models import PAGE, SMALL, VOCAB, forward, generate, model, model_config
 from torch import Tensor
 
-from quest import OutOfBlocks, Pools, QuestConfig
+from quest import Offload, OutOfBlocks, Pools, QuestConfig
 from quest.integrations.transformers import QuestCache
 
 LAYERS = 3
@@ -208,7 +209,42 @@ def test_out_of_blocks_loses_nothing() -> None:
     assert [text[0].tolist() + loop.tokens[a]] == answer(text, new=len(loop.tokens[a]))
 
 
-def test_bad_arguments() -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("config", [PAGES, PACKED], ids=["pages", "packed"])
+def test_offload_changes_no_answer(config: QuestConfig, family: str, tmp_path: Path) -> None:
+    text = torch.cat([ids(150), ids(150, 1)])
+    limited = QuestCache(model_config(family), config=config, offload=Offload(tmp_path, max_bytes=30_000))
+    resident = QuestCache(model_config(family), config=config)
+    assert torch.equal(generate(model(family), text, limited, 20), generate(model(family), text, resident, 20))
+    stats = limited.paged.offload_stats
+    assert stats.resident_bytes <= 30_000 < stats.bytes_out
+    assert stats.misses
+    for cache in (limited, resident):
+        cache.batch_repeat_interleave(2)
+        if family == "llama":  # a window that is full can't be cropped
+            cache.crop(-30)
+    more = torch.cat([text, ids(150, 2)[:, :2].expand(2, 2)], 1)[:, -2:].repeat_interleave(2, 0)
+    assert torch.equal(forward(model(family), more, limited), forward(model(family), more, resident))
+
+
+def test_prefixes_and_sequences_in_offloaded_pools(tmp_path: Path) -> None:
+    loop = Loop(pools(PACKED, offload=Offload(tmp_path, max_bytes=60_000)))
+    texts = [torch.cat([ids(140), ids(length, length)], 1) for length in (5, 17)]
+    a, b = loop.start(texts[0]), loop.start(texts[1])
+    for _ in range(3):
+        loop.step([b, a])
+    loop.paged.suspend(a)
+    loop.step([b])
+    loop.paged.resume(a)
+    loop.step([a, b])
+    for sequence, text in zip((a, b), texts):
+        got = loop.tokens[sequence]
+        assert [text[0].tolist() + got] == answer(text, QuestCache(model_config("llama"), config=PACKED), len(got))
+    assert loop.paged.usage().prefix_hits == 128
+    assert loop.paged.offload_stats.bytes_out > 0
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
     shared = pools()
     with pytest.raises(TypeError, match=r"QuestCache: prefix_cache must be quest.Pools, got int"):
         QuestCache(model_config("llama"), prefix_cache=3)  # type: ignore[arg-type]
@@ -218,6 +254,10 @@ def test_bad_arguments() -> None:
         QuestCache(model_config("llama"), prefix_cache=Pools(2))
     with pytest.raises(ValueError, match=r"prefix_cache needs a model whose layers all keep every token, got Dynamic"):
         QuestCache(model_config("gemma3"), prefix_cache=shared)
+    with pytest.raises(TypeError, match=r"QuestCache: offload must be an Offload or None, got str"):
+        QuestCache(model_config("llama"), offload="/tmp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"QuestCache: offload must be None together with prefix_cache"):
+        QuestCache(model_config("llama"), prefix_cache=shared, offload=Offload(tmp_path, max_bytes=0))
     cache = on(shared)
     with pytest.raises(ValueError, match=r"remember: the cache must hold tokens"):
         cache.remember(ids(5))

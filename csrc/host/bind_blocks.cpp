@@ -115,6 +115,12 @@ void bind_blocks(py::module_& module) {
       .def("adopt", &Sequences::adopt, py::arg("id"), py::arg("blocks"))
       .def("fork", &Sequences::fork, py::arg("indices"))
       .def(
+          "to_copy",
+          [](const Sequences& sequences, const Counts& begin, const Counts& counts) {
+            return sequences.to_copy({begin, counts});
+          },
+          py::arg("begin"), py::arg("counts"))
+      .def(
           "needed",
           [](const Sequences& sequences, const Counts& begin, const Counts& counts) {
             return sequences.needed({begin, counts});

@@ -170,6 +170,12 @@ Sequences::Places Sequences::shared(const Span& span) const {
   return places;
 }
 
+std::vector<int32_t> Sequences::to_copy(const Span& span) const {
+  std::vector<int32_t> blocks;
+  for (auto [row, place] : shared(span)) blocks.push_back(this->row(row).blocks[place]);
+  return blocks;
+}
+
 int64_t Sequences::needed(const Span& span) const {
   int64_t count = static_cast<int64_t>(shared(span).size());
   for (size_t row = 0; row < rows_.size(); ++row) count += missing(row, span.begin[row] + span.counts[row]);

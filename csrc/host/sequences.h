@@ -53,6 +53,8 @@ class Sequences {
   void adopt(int64_t id, std::vector<int32_t> blocks);             // full blocks, retained already, for an empty one
   std::vector<int32_t> fork(const std::vector<int64_t>& indices);  // row i becomes the old row indices[i]
 
+  // Blocks that must be copied before each row writes its tokens of the span.
+  std::vector<int32_t> to_copy(const Span& span) const;
   // Blocks that `extend` will take.
   int64_t needed(const Span& span) const;
   Change extend(const Span& span);

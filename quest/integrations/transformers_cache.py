@@ -14,6 +14,7 @@ from quest.cache import PagedKVCache
 from quest.config import QuestConfig
 from quest.integrations.transformers_layer import QuestLayer
 from quest.integrations.transformers_store import Store
+from quest.offload import Offload
 from quest.pools import Pools
 from quest.stats import Stats
 
@@ -28,8 +29,9 @@ class QuestCache(Cache):
     Args:
         model_config: the model's config.
         config: page size, budget and the rest.
-        prefix_cache: pools to share with other caches of the same model, whose config then holds: what one has
-            remembered, another begins with.
+        prefix_cache: pools to share with other caches of the same model, whose config and offload then hold: what one
+            has remembered, another begins with.
+        offload: keep K and V of the paged layers within a budget of memory, the rest in files (`quest.Offload`).
 
     >>> quest.integrations.transformers.register()
     >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="quest")
@@ -57,6 +59,7 @@ class QuestCache(Cache):
         *,
         config: QuestConfig | None = None,
         prefix_cache: Pools | None = None,
+        offload: Offload | None = None,
     ) -> None:
         if not isinstance(model_config, PreTrainedConfig):
             raise TypeError(
@@ -65,10 +68,14 @@ class QuestCache(Cache):
         if config is not None and not isinstance(config, QuestConfig):
             raise TypeError(f"QuestCache: config must be a QuestConfig, got {type(config).__name__}")
         layers = DynamicCache(config=model_config).layers
+        if offload is not None and not isinstance(offload, Offload):
+            raise TypeError(f"QuestCache: offload must be an Offload or None, got {type(offload).__name__}")
         if prefix_cache is not None:
+            if offload is not None:
+                raise ValueError("QuestCache: offload must be None together with prefix_cache: give it to the pools")
             self._check_pools(prefix_cache, config, len(layers))
             config = prefix_cache.config
-        self.store = Store(len(layers), QuestConfig() if config is None else config, prefix_cache)
+        self.store = Store(len(layers), QuestConfig() if config is None else config, prefix_cache, offload)
         super().__init__(
             layers=[QuestLayer(i, self.store) if type(x) is DynamicLayer else x for i, x in enumerate(layers)]
         )

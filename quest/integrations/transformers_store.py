@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
+from quest.offload import Offload
 from quest.pools import Pools
 from quest.sequences import Step
 from quest.stats import Stats
@@ -26,11 +27,12 @@ class Store:
         epoch: counts the changes that reorder or remove columns.
     """
 
-    def __init__(self, num_layers: int, config: QuestConfig, pools: Pools | None) -> None:
-        """`pools` are shared with other caches; None: `paged` has its own."""
+    def __init__(self, num_layers: int, config: QuestConfig, pools: Pools | None, offload: Offload | None) -> None:
+        """`pools` are shared with other caches; None: `paged` has its own, with `offload`."""
         self.num_layers = num_layers
         self.config = config
         self.pools = pools
+        self.offload = offload
         self.stats = Stats(config)
         self.epoch = 0
         self.paged: PagedKVCache | None = None
@@ -48,7 +50,8 @@ class Store:
         """`paged`, with so many rows if it is new."""
         if self.paged is None:
             if self.pools is None:
-                self.paged = PagedKVCache(self.num_layers, batch_size, config=self.config, device=device)
+                options: dict[str, Any] = dict(config=self.config, device=device, offload=self.offload)
+                self.paged = PagedKVCache(self.num_layers, batch_size, **options)
             else:
                 self.paged = PagedKVCache.on(self.pools, batch_size)
             self.paged.stats = self.stats
