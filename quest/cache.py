@@ -234,6 +234,11 @@ class PagedKVCache(PagedSequences):
             if any(redo):
                 self._summarise_all(self.block_table, self.seq_lens, self._int32(redo))
 
+    def undo(self, lengths: int | Sequence[int]) -> None:
+        """`crop` to what the rows had before the last step, which only some layers have stored: no layer lacks any."""
+        self.crop(lengths)
+        self._last_step = 0
+
     def dense(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as [batch, num_kv_heads, max(lengths), head_dim], zero beyond a row's length."""
         k_cache, v_cache, *_ = self._stored("dense", layer)

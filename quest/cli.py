@@ -302,6 +302,8 @@ def bench_cache(
         with reported(json) as (console, rows, _):
             rows += cache.run(batch, context, block_size)
             cache.show(rows, console)
+
+
 Parts = Annotated[list[int], typer.Option(min=1, help="How many times K and V of the context exceed the memory.")]
 
 
@@ -332,6 +334,52 @@ def bench_offload(
             options |= dict(tokens=tokens, directory=directory)
             rows += offload.run(net, tokenizer, name, part, **options, console=console)
             offload.show(rows, console)
+
+
+class Preempt(StrEnum):
+    recompute = "recompute"
+    suspend = "suspend"
+
+
+@bench.command("serve")
+def bench_serve(
+    requests: Annotated[
+        Path | None, typer.Option(help="JSON lines, see bench/workload.py; requests are made up if not given.")
+    ] = None,
+    write_requests: Annotated[Path | None, typer.Option(help="Write the made up requests to this file.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Made up requests.")] = 200,
+    rate: Annotated[float, typer.Option(help="Arrivals per second of made up requests.")] = 2.0,
+    longest: Annotated[int, typer.Option(help="Tokens of a made up prompt at most, beside the system prompt.")] = 768,
+    seed: Annotated[int, typer.Option(help="Of made up requests.")] = 0,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that a sparse step reads per KV head.")] = 256,
+    blocks: Annotated[list[int], typer.Option(min=1, help="Of the pool; may be given several times.")] = [512, 48],  # noqa: B006
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens between two decode steps.")] = 256,
+    preempt: Annotated[
+        Preempt, typer.Option(help="What becomes of a sequence that makes room for older ones.")
+    ] = Preempt.recompute,
+    model: Model = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """A serving loop with continuous batching: throughput, waiting times, cache; dense reads against sparse."""
+    with errors():
+        from quest.bench import serve, workload
+
+        serve.config_of(budget)  # a bad one is an error before anything is loaded
+        set_threads(threads)
+        with reported(json) as (console, rows, _):
+            net, tokenizer, name = load_model(model, Dtype.float32, console)
+            if requests is None:
+                wanted = workload.make(tokenizer, count, rate=rate, longest=longest, seed=seed)
+            else:
+                wanted = workload.read(requests, net.get_input_embeddings().num_embeddings)
+            if write_requests is not None:
+                workload.write(write_requests, wanted)
+                console.print(f"wrote {write_requests}", highlight=False)
+            load = workload.to_requests(tokenizer, wanted)
+            options: dict[str, Any] = dict(blocks=blocks, budget=budget, chunk=chunk, preempt=preempt.value)
+            rows += serve.run(net, name, load, **options, console=console)
+            serve.show(rows, console)
 
 
 class Mode(StrEnum):

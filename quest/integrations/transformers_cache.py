@@ -178,6 +178,18 @@ class QuestCache(Cache):
             )
         self._align()
 
+    def undo(self, lengths: Sequence[int]) -> None:
+        """Take back a forward pass that has failed part-way, whichever layers have stored its tokens.
+
+        Args:
+            lengths: the rows' tokens before it.
+        """
+        for layer in self.paged_layers:
+            layer.pending = None
+        if self.store.paged is not None:
+            self.store.paged.undo(lengths)
+            self._align()
+
     def _align(self, columns: int | None = None) -> None:
         self._settle()
         self.store.align(columns)
