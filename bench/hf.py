@@ -69,7 +69,7 @@ def run(
             model.to(DTYPES[dtype])
             for context in contexts:
                 progress.update(task, description=f"{dtype}, {context:,} tokens")
-                start = _start(source, longest - context, dtype)
+                start = start_at(source, longest - context, dtype)
                 pair = [Decoder(model, start, None), Decoder(model, start, PRESETS[preset].replace(budget=budget))]
                 follow(pair, text[context : context + steps])
                 for cache, decoder in zip(("dynamic", "quest"), pair, strict=True):
@@ -149,7 +149,7 @@ def run_llama(
     return rows
 
 
-def _start(source: Any, less: int, dtype: str) -> Any:
+def start_at(source: Any, less: int, dtype: str) -> Any:
     """A copy of a `DynamicCache` in another dtype, without its last `less` tokens."""
     cache = copy.deepcopy(source)
     if less:

@@ -73,6 +73,7 @@ class PagedKVCache(PagedSequences):
         super().__init__(pools, batch_size)
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
         self._op = "decode" if pools.packing is None else "decode_packed"
+        self._mended = 0, 0  # calls of `overwritten`, and version, of the last time that summaries were made for them
         self._stored_step = [0] * pools.num_layers  # version of the last step that each layer has stored
         self.stats = Stats(self.config)
         pools.on_growth(self._forget_quick)
@@ -120,6 +121,8 @@ class PagedKVCache(PagedSequences):
         As `quest.decode` with the cache's config. With q_len above 1 every token selects its own pages, and sees only
         what precedes it; the tokens of a row that has fewer must be the last ones.
         """
+        if self.pools.stale:
+            self._mend()
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
         like = layer, query.shape, softmax_scale, softcap, window
         usual = sinks is None and backend == "auto"
@@ -273,15 +276,17 @@ class PagedKVCache(PagedSequences):
             raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
 
     def _mend(self) -> None:
-        if not (stale := self.pools.stale):
+        seen = self.pools.num_overwritten, self._version
+        if not (stale := self.pools.stale) or seen == self._mended:
             return
+        self._mended = seen  # marks that are left are of blocks that no sequence here has, or of others' pages
         size, held, done = self.config.block_size, Counter[int](), set[int]()
         for sequence in self._sequences.ids:
             blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)
             places = [place for place, block in enumerate(blocks) if block in stale]
             if places:
                 num_new = length - places[0] * size
-                self._summarise_all(*map(self._int32, ([blocks], [length], [num_new])))
+                self._summarise_all(self._int32(blocks)[None], self._int32([length]), self._int32([num_new]))
             held.update(blocks[place] for place in places)
             done.update(blocks[place] for place in places if (place + 1) * size <= length)
         # Of a block that isn't full, a sequence of another cache may have more pages.

@@ -288,6 +288,54 @@ def bench_hf(
             hf.show(rows, others, console)
 
 
+@bench.command("cache")
+def bench_cache(
+    batch: Annotated[list[int], typer.Option(min=1, help="Rows; may be given several times.")] = [1, 64],  # noqa: B006
+    context: Annotated[int, typer.Option(min=16, help="Tokens of each row.")] = 131072,
+    block_size: Annotated[list[int], typer.Option(min=16, help="A multiple of 16.")] = [16, 256],  # noqa: B006
+    json: Json = None,
+) -> None:
+    """The cache's bookkeeping: tables and slots of a step, forks, prefixes. No K or V is touched."""
+    with errors():
+        from quest.bench import cache
+
+        with reported(json) as (console, rows, _):
+            rows += cache.run(batch, context, block_size)
+            cache.show(rows, console)
+
+
+Parts = Annotated[list[int], typer.Option(min=1, help="How many times K and V of the context exceed the memory.")]
+
+
+@bench.command("offload")
+def bench_offload(
+    context: Annotated[int, typer.Option(min=1, help="Tokens.")] = 7168,
+    part: Parts = [4, 16],  # noqa: B006
+    budget: Numbers = [256],  # noqa: B006
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.bfloat16,
+    preset: Annotated[str, typer.Option(help="How a step reads, as for `quest bench decode`.")] = "default",
+    model: Model = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Steps per row; the median counts.")] = 64,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where K and V go, the folder for temporary files if none.")
+    ] = None,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """A model whose K and V are larger than the memory for them: time per token, hits, and bytes moved."""
+    with errors():
+        from quest.bench import offload
+
+        known_presets([preset])
+        set_threads(threads)
+        with reported(json) as (console, rows, _):
+            net, tokenizer, name = load_model(model, Dtype.float32, console)
+            options: dict[str, Any] = dict(context=context, budgets=budget, dtype=dtype.value, preset=preset)
+            options |= dict(tokens=tokens, directory=directory)
+            rows += offload.run(net, tokenizer, name, part, **options, console=console)
+            offload.show(rows, console)
+
+
 class Preempt(StrEnum):
     recompute = "recompute"
     suspend = "suspend"

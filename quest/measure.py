@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quest.config import QuestConfig
+from quest.pools import Pools
 
 __all__ = ["Decoder", "cache_argument", "context_limit", "follow", "paged_copy", "prefill"]
 
@@ -47,12 +48,13 @@ def prefill(model: Any, tokens: Sequence[int]) -> Any:
 
 
 @torch.no_grad()
-def paged_copy(model: Any, source: Any, config: QuestConfig) -> Any:
-    """A `QuestCache` of the tokens in `source`. Layers that it doesn't page are copied as they are."""
+def paged_copy(model: Any, source: Any, config: QuestConfig, pools: Pools | None = None) -> Any:
+    """A `QuestCache` of the tokens in `source`, on `pools` if given. Layers that it doesn't page are copied as they
+    are."""
     from quest.integrations.transformers import QuestCache, register
 
     register()
-    cache = QuestCache(model.config, config=config)
+    cache = QuestCache(model.config, config=config, prefix_cache=pools)
     paged = set(map(id, cache.paged_layers))
     for index, layer in enumerate(source.layers):
         if id(cache.layers[index]) in paged:
@@ -70,15 +72,16 @@ class Decoder:
     Args:
         source: the `DynamicCache` of `prefill`; it stays as it is.
         config: how to read; None is transformers' own cache and sdpa attention.
+        pools: where K and V are to lie, if not in pools of the cache's own.
 
     Attributes:
         seconds: wall time of each step's forward pass.
     """
 
-    def __init__(self, model: Any, source: Any, config: QuestConfig | None) -> None:
+    def __init__(self, model: Any, source: Any, config: QuestConfig | None, pools: Pools | None = None) -> None:
         self.model = model
         self.attention = "sdpa" if config is None else "quest"
-        self.cache = copy.deepcopy(source) if config is None else paged_copy(model, source, config)
+        self.cache = copy.deepcopy(source) if config is None else paged_copy(model, source, config, pools)
         self.seconds: list[float] = []
         self._argument = cache_argument(model)
 

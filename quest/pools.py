@@ -132,6 +132,7 @@ class Pools:
         self.residency, self.tier = self._second_tier(num_layers, offload)
         self.blocks = _host.Blocks(num_blocks, block_size=self.config.block_size, watermark=watermark)
         self.stale: set[int] = set()  # blocks whose summaries are not those of their keys
+        self.num_overwritten = 0  # calls of `overwritten`
         self.k_cache: list[Tensor | None] = [None] * num_layers
         self.v_cache: list[Tensor | None] = [None] * num_layers
         self.packing = packing_of(self.config)
@@ -146,19 +147,19 @@ class Pools:
         return len(self.k_cache)
 
     def usage(self, unused_slots: int = 0) -> Usage:
-        blocks = self.blocks
+        num_blocks, free, idle, shared, cached, evicted = self.blocks.counts  # all at one moment
         return Usage(
-            num_blocks=blocks.num_blocks,
-            used=blocks.num_blocks - blocks.num_free,
-            shared=blocks.num_shared,
-            free=blocks.num_free,
-            idle=blocks.num_idle,
-            cached=blocks.num_cached,
+            num_blocks=num_blocks,
+            used=num_blocks - free,
+            shared=shared,
+            free=free,
+            idle=idle,
+            cached=cached,
             unused_slots=unused_slots,
-            block_size=blocks.block_size,
+            block_size=self.config.block_size,
             prefix_tokens=self._prefix_tokens,
             prefix_hits=self._prefix_hits,
-            evicted=blocks.num_evicted,
+            evicted=evicted,
         )
 
     # --- blocks ------------------------------------------------------------------------------------------------------
@@ -217,6 +218,7 @@ class Pools:
         for block in named:
             check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
         self.stale.update(named)
+        self.num_overwritten += 1
         if self.residency is not None:
             with self.residency.step():  # nothing may be moved out before all of it counts as written
                 for layer in range(self.num_layers):

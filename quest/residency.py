@@ -92,9 +92,11 @@ class Residency:
         file = unnamed_file(self.offload.place)
         made = _Layer(num_kv_heads, dims, dtype, unit, (k_bytes, v_bytes), file)
         made.pools = self._map(layer, made, num_blocks)
+        k, v = (pool.data_ptr() for pool in made.pools)
         self._units.set_layer(
             layer,
-            *(pool.data_ptr() for pool in made.pools),
+            k,
+            v,
             made.unit_bytes,
             num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
@@ -110,7 +112,8 @@ class Residency:
         """K and V of a layer with more blocks. What is in memory moves; the old tensors hold nothing afterwards."""
         made = self._layers[layer]
         pools = self._map(layer, made, num_blocks)
-        self._units.grow(layer, *(pool.data_ptr() for pool in pools), num_blocks)
+        k, v = (pool.data_ptr() for pool in pools)
+        self._units.grow(layer, k, v, num_blocks)
         made.pools = pools
         return pools
 

@@ -46,7 +46,7 @@ class PagedSequences:
             self._sequences.add()
         self._suspended: dict[int, tuple[Any, int]] = {}  # what the tier gave for them, and their lengths
         self._version = 0
-        self._last_step = 0  # version of the last `extend`
+        self._last_step = 0  # version of the last `extend` at the rows' ends
         self.block_table = self._int32([])
         self._room = self._int32([])
         self._refresh()
@@ -115,7 +115,8 @@ class PagedSequences:
             copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
             self._changed(copies, fresh, ())
         self._refresh(seq_lens if start is None else None)
-        self._last_step = self._version
+        if start is None:
+            self._last_step = self._version
         lens = self.seq_lens if start is None else self._tensor(seq_lens)
         return Step(self._tensor(slots), lens, self.block_table, self._tensor(num), ends, self._version)
 
@@ -341,8 +342,6 @@ class PagedSequences:
 
 def _token_ids(op: str, tokens: Tokens) -> np.ndarray:
     ids = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
-    if not ids.size:
-        ids = ids.astype(np.int64)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise ValueError(f"{op}: tokens must be one-dimensional and of integers, got {ids.dtype} {[*ids.shape]}")
     return np.ascontiguousarray(ids, np.int64)

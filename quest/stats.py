@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, defaultdict
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -110,7 +111,8 @@ class Stats:
     """What the decode calls of one cache have read since it was made, or since `reset`.
 
     Prompts, which are stored by `append` and read by others, do not count; nor do the dense steps that `sample_mass`
-    adds. `PagedKVCache.stats` and `QuestCache.stats` are made by the cache; a deep copy of a cache has its own.
+    adds. `PagedKVCache.stats` and `QuestCache.stats` are made by the cache; a deep copy of a cache has its own. May be
+    read from any thread while the cache works.
 
     >>> cache.stats.sample_mass(every=16)
     >>> ...  # decode
@@ -125,7 +127,8 @@ class Stats:
 
     def reset(self) -> None:
         """Forget everything but the setting of `sample_mass`."""
-        self._pending: list[tuple[Call, Sequence[int]]] = []
+        self._pending: deque[tuple[Call, Sequence[int]]] = deque()  # a cache adds to it while others read
+        self._settling = threading.Lock()
         self._read: dict[int, list[int]] = {}  # steps, and then as in `_rows`
         self._masses: dict[int, _MassSum] = {}
         self._calls: Counter[int] = Counter()
@@ -148,7 +151,7 @@ class Stats:
         """By index, of every layer that has decoded."""
         self._settle()
         found = {}
-        for layer, (steps, tokens, pages, forced, *read) in sorted(self._read.items()):
+        for layer, (steps, tokens, pages, forced, *read) in sorted(self._read.copy().items()):
             mass = self._masses[layer].mass() if layer in self._masses else None
             found[layer] = LayerStats(steps, tokens, StepBytes(*read), pages, forced, mass)
         return found
@@ -231,7 +234,10 @@ class Stats:
         self._masses[layer] = new if old is None else old + new
 
     def _settle(self) -> None:
-        pending, self._pending = self._pending, []
+        with self._settling:
+            self._sum_up([self._pending.popleft() for _ in range(len(self._pending))])
+
+    def _sum_up(self, pending: list[tuple[Call, Sequence[int]]]) -> None:
         steps: defaultdict[Call, list[Sequence[int]]] = defaultdict(list)
         for call, lengths in pending:
             steps[call].append(lengths)
@@ -261,7 +267,7 @@ class Stats:
         self._settle()
         clone = copy.copy(self)
         memo[id(self)] = clone
-        clone._pending, clone._read = [], dict(self._read)
+        clone._pending, clone._settling, clone._read = deque(), threading.Lock(), dict(self._read)
         clone._masses, clone._calls = dict(self._masses), self._calls.copy()
         return clone
 

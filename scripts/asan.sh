@@ -20,7 +20,7 @@ cd $tree
 sanitize="-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer"
 CXXFLAGS="$sanitize -g -O1 -Wno-maybe-uninitialized" LDFLAGS="$sanitize" QUEST_CUDA=0 "$python" setup.py -q build_ext --inplace
 
-[ $# -gt 0 ] || set -- tests/test_{append,summarise,score,select,attend,merge,decode,packed,properties,checks}.py
+[ $# -gt 0 ] || set -- tests/test_{append,summarise,score,select,attend,merge,decode,packed,properties,checks,host,random_operations}.py
 libasan=$($cxx -print-file-name=libasan.so)
 libubsan=$($cxx -print-file-name=libubsan.so)
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1

@@ -184,6 +184,21 @@ def test_bench_steps(tmp_path: Path, preset: str, summarise: str, score: str) ->
     assert all(row["ms"] > 0 for row in rows)
 
 
+def test_bench_cache(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    shown = run("bench", "cache", "--batch", "3", "--context", "640", "--block-size", "32", "--json", str(file))
+    assert "find a prefix" in shown
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["call"]: row["blocks"] for row in rows} == {
+        "extend by 1": 3,
+        "select others": 0,
+        "fork": 20,
+        "find a prefix": 20,
+        "extend by all": 20,
+    }
+    assert all(row["us"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("preset", ["default", "pages16"])
 def test_bench_hf(folder: str, tmp_path: Path, preset: str) -> None:
     file = tmp_path / "x.json"

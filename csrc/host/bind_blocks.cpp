@@ -1,6 +1,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "host/bindings.h"
@@ -14,6 +15,7 @@ namespace {
 
 using Tokens = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using Counts = std::vector<int64_t>;
+using Real = std::optional<py::array_t<bool, py::array::c_style>>;
 
 py::array_t<int32_t> int32_array(const Counts& numbers) {
   py::array_t<int32_t> array(static_cast<py::ssize_t>(numbers.size()));
@@ -29,10 +31,21 @@ int64_t remember(Blocks& blocks, const Tokens& tokens, const std::vector<int32_t
   return blocks.remember(tokens.data(), held, extra);
 }
 
+// Throws unless q_len places, or those of them that `real` names, hold `counts` tokens.
+void check_places(const Counts& counts, int64_t q_len, const Real& real) {
+  const auto rows = static_cast<py::ssize_t>(counts.size());
+  bool fits = !real || (real->ndim() == 2 && real->shape(0) == rows && real->shape(1) == q_len);
+  for (py::ssize_t row = 0; fits && row < rows; ++row) {
+    const bool* places = real ? real->data() + row * q_len : nullptr;
+    fits = places ? std::count(places, places + q_len, true) == counts[row] : counts[row] <= q_len;
+  }
+  if (!fits) throw std::invalid_argument("extend: q_len places must hold each row's count of tokens, as real says");
+}
+
 // A step's tensors: what `extend` changed, slot_mapping [rows, q_len], seq_lens and num_new [rows].
-py::tuple extend(Sequences& sequences, const Counts& begin, const Counts& counts, int64_t q_len,
-                 const std::optional<py::array_t<bool, py::array::c_style>>& real) {
+py::tuple extend(Sequences& sequences, const Counts& begin, const Counts& counts, int64_t q_len, const Real& real) {
   Sequences::Span span{begin, counts};
+  check_places(counts, q_len, real);
   Sequences::Change change = sequences.extend(span);
   py::array_t<int64_t> slots({static_cast<py::ssize_t>(counts.size()), static_cast<py::ssize_t>(q_len)});
   sequences.slots(span, q_len, real ? real->data() : nullptr, slots.mutable_data());
@@ -64,6 +77,11 @@ void bind_blocks(py::module_& module) {
       .def_property_readonly("num_idle", &Blocks::num_idle)
       .def_property_readonly("num_shared", &Blocks::num_shared)
       .def_property_readonly("num_evicted", &Blocks::num_evicted)
+      .def_property_readonly("counts",
+                             [](const Blocks& blocks) {
+                               return py::make_tuple(blocks.size(), blocks.num_free(), blocks.num_idle(),
+                                                     blocks.num_shared(), blocks.num_cached(), blocks.num_evicted());
+                             })
       .def_property_readonly("free", &Blocks::free)
       .def("refs", &Blocks::refs, py::arg("block"))
       .def("is_cached", &Blocks::is_cached, py::arg("block"))

@@ -6,7 +6,27 @@ namespace quest_host {
 
 Blocks::Blocks(int64_t num_blocks, int64_t block_size, int64_t watermark, int hash_bits)
     : block_size_(block_size), watermark_(watermark), next_{0}, previous_{0}, prefixes_(block_size, hash_bits) {
+  auto at_least = [](const char* name, int64_t value, int64_t low) {
+    if (value < low) {
+      throw std::invalid_argument(std::string("Blocks: ") + name + " must be at least " + std::to_string(low) +
+                                  ", got " + std::to_string(value));
+    }
+  };
+  at_least("num_blocks", num_blocks, 0);
+  at_least("block_size", block_size, 1);
+  at_least("watermark", watermark, 0);
+  at_least("hash_bits", hash_bits, 0);
   grow(num_blocks);
+}
+
+int32_t Blocks::refs(int32_t block) const {
+  check(block);
+  return refs_[block];
+}
+
+bool Blocks::is_cached(int32_t block) const {
+  check(block);
+  return prefixes_.has(block);
 }
 
 void Blocks::grow(int64_t num_blocks) {
@@ -90,15 +110,19 @@ int64_t Blocks::remember(const int64_t* tokens, const std::vector<int32_t>& bloc
     check(block);
     if (refs_[block] == 0) throw std::invalid_argument("remember: block " + std::to_string(block) + " is free");
   }
-  int64_t before = num_cached();
+  int64_t added = 0;
   Prefixes::Place place = prefixes_.root(extra);
   for (size_t i = 0; i < blocks.size(); ++i) {
     const int64_t* own = tokens + i * block_size_;
     if (prefixes_.step(place, own) >= 0) continue;
-    if (prefixes_.has(blocks[i])) break;  // under other tokens: it would have been found
+    if (prefixes_.has(blocks[i])) {
+      if (!prefixes_.is_lost(blocks[i])) break;  // under other tokens or another `extra`: it would have been found
+      prefixes_.remove(blocks[i]);
+    }
     prefixes_.add(place, own, blocks[i]);
+    ++added;
   }
-  return num_cached() - before;
+  return added;
 }
 
 void Blocks::forget(int32_t block) {

@@ -30,9 +30,9 @@ class Blocks {
   int64_t num_idle() const { return num_idle_; }
   int64_t num_shared() const { return num_shared_; }
   int64_t num_evicted() const { return num_evicted_; }
-  int32_t refs(int32_t block) const { return refs_.at(block); }
+  int32_t refs(int32_t block) const;
   const std::vector<int32_t>& free() const { return free_; }
-  bool is_cached(int32_t block) const { return prefixes_.has(block); }
+  bool is_cached(int32_t block) const;
   bool admits(int64_t count) const { return count + watermark_ <= num_free(); }
 
   void grow(int64_t num_blocks);

@@ -26,7 +26,7 @@ uint64_t Prefixes::hash(uint64_t before, const int64_t* tokens) const {
 }
 
 Prefixes::Place Prefixes::root(const std::string& extra) const {
-  return {0, mix(std::hash<std::string>{}(extra)) & mask_, extra};
+  return {0, -1, mix(std::hash<std::string>{}(extra)) & mask_, extra};
 }
 
 int32_t Prefixes::step(Place& place, const int64_t* tokens) const {
@@ -36,7 +36,7 @@ int32_t Prefixes::step(Place& place, const int64_t* tokens) const {
     const Entry& entry = entries_[it->second];
     if (entry.parent == place.entry && entry.extra == place.extra &&
         std::equal(entry.tokens.begin(), entry.tokens.end(), tokens)) {
-      place = {entry.id, h, {}};
+      place = {entry.id, it->second, h, {}};
       return it->second;
     }
   }
@@ -45,10 +45,10 @@ int32_t Prefixes::step(Place& place, const int64_t* tokens) const {
 
 void Prefixes::add(Place& place, const int64_t* tokens, int32_t block) {
   uint64_t h = hash(place.hash, tokens);
-  entries_[block] = {++last_id_, place.entry, h, {tokens, tokens + block_size_}, place.extra};
+  entries_[block] = {++last_id_, place.entry, place.block, h, {tokens, tokens + block_size_}, place.extra};
   by_hash_.emplace(h, block);
   ++size_;
-  place = {last_id_, h, {}};
+  place = {last_id_, block, h, {}};
 }
 
 void Prefixes::remove(int32_t block) {
@@ -56,6 +56,16 @@ void Prefixes::remove(int32_t block) {
   by_hash_.erase(std::find_if(first, last, [&](const auto& item) { return item.second == block; }));
   entries_[block] = {};
   --size_;
+}
+
+bool Prefixes::is_lost(int32_t block) const {
+  const Entry* entry = &entries_[block];
+  while (entry->parent != 0) {
+    const Entry& before = entries_[entry->parent_block];
+    if (before.id != entry->parent) return true;
+    entry = &before;
+  }
+  return false;
 }
 
 void Prefixes::clear() {

@@ -19,6 +19,7 @@ class Prefixes {
   // A place in a chain: where to go on with `step`.
   struct Place {
     uint64_t entry;  // id of the last block's entry, 0 before the first
+    int32_t block;   // the last block, -1 before the first
     uint64_t hash;
     std::string extra;  // empty after the first
   };
@@ -33,12 +34,15 @@ class Prefixes {
 
   void grow(int64_t num_blocks) { entries_.resize(num_blocks); }
   bool has(int32_t block) const { return entries_[block].id != 0; }
+  // Whether an entered block can't be found, whatever the tokens: a block before it has been removed.
+  bool is_lost(int32_t block) const;
   int64_t size() const { return size_; }
 
  private:
   struct Entry {
     uint64_t id = 0;  // 0: none
     uint64_t parent = 0;
+    int32_t parent_block = -1;
     uint64_t hash = 0;
     std::vector<int64_t> tokens;
     std::string extra;

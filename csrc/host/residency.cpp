@@ -101,7 +101,7 @@ void Residency::want(int64_t layer, int64_t unit, Access access) {
   const bool stored = state & (kResident | kStored);
   if (state & kHeld || (!stored && access != Access::write)) return;  // nothing to read
   if (state & kResident) {
-    held_bytes_ += x.unit_bytes();
+    x.held += x.unit_bytes();
     counts_.hits += access != Access::write;
     if (access != Access::scan && (state & kUses) != kUses) state += kUse;
   } else {
@@ -119,7 +119,8 @@ void Residency::fetch(int64_t layer, Access access) {
   std::vector<int64_t> missing;
   std::swap(missing, missing_);
   const int64_t room = std::exchange(room_, 0);
-  make_room(room);
+  make_room(room, max_bytes_, layer);
+  if (access == Access::select) spare_ = std::max(room, spare_ - spare_ / 64);
   std::sort(missing.begin(), missing.end());
   for (size_t at = 0, next; at < missing.size(); at = next) {
     for (next = at + 1; next < missing.size() && missing[next] == missing[next - 1] + 1;) next++;
@@ -131,16 +132,17 @@ void Residency::fetch(int64_t layer, Access access) {
       throw;
     }
     counts_.bytes_in += count * x.unit_bytes();
-    for (int64_t u = first; u < first + count; u++) add(x, u, access == Access::scan ? 0 : kUse);
+    for (int64_t u = first; u < first + count; u++) add(x, u, 0);
   }
 }
 
 // A held unit is in memory from now on.
 void Residency::add(Layer& x, int64_t unit, uint8_t flags) {
   x.state[unit] |= kResident | flags;
+  x.resident += x.unit_bytes();
   counts_.resident += x.unit_bytes();
   counts_.peak = std::max(counts_.peak, counts_.resident);
-  if (x.state[unit] & kHeld) held_bytes_ += x.unit_bytes();
+  if (x.state[unit] & kHeld) x.held += x.unit_bytes();
 }
 
 void Residency::use(int64_t layer, Table table, const std::vector<Positions>& rows, Access access) {
@@ -216,8 +218,9 @@ void Residency::forget(const std::vector<int64_t>& blocks) {
       for (int64_t u = block * size; u < (block + 1) * size && u < x.num_units(); u++) {
         if (x.state[u] & kResident) {
           release(x, u, 1);
+          x.resident -= x.unit_bytes();
           counts_.resident -= x.unit_bytes();
-          if (x.state[u] & kHeld) held_bytes_ -= x.unit_bytes();
+          if (x.state[u] & kHeld) x.held -= x.unit_bytes();
         }
         x.state[u] = 0;
       }
@@ -236,38 +239,57 @@ void Residency::copy_layer(int64_t layer, const Residency& other) {
       continue;
     }
     add(x, u, kDirty);
-    make_room(0);
+    make_room(0, max_bytes_, layer);
   }
 }
 
 // --- moving out ------------------------------------------------------------------------------------------------------
 
 void Residency::settle() {
-  for (const auto& [layer, unit] : held_) layers_[layer].state[unit] &= ~kHeld;
+  for (const auto& [layer, unit] : held_) {
+    layers_[layer].state[unit] &= ~kHeld;
+    layers_[layer].held = 0;
+  }
   held_.clear();
-  held_bytes_ = 0;
   try {
-    make_room(0);
+    make_room(0, max_bytes_ - std::min(spare_, max_bytes_ / 2), -1);
   } catch (const MoveError&) {
     // What a step did is done. Who uses something next fails with this before anything is.
   }
 }
 
-// Move out units that are not held until `bytes` more fit into the budget, or there are none.
-void Residency::make_room(int64_t bytes) {
-  while (counts_.resident + bytes > max_bytes_ && counts_.resident > held_bytes_) {
-    Layer& x = layers_[hand_.layer];
-    if (hand_.unit >= x.num_units()) {
-      hand_ = {(hand_.layer + 1) % static_cast<int64_t>(layers_.size()), 0};
-      continue;
+// Move out units that are not held until `bytes` more, of `layer`, fit under the limit, or there are none.
+//
+// The layer that has most gives first, so that all have the same in the end. One clock for all would do worse than
+// none: layers come in turn, and just before one comes it would have taken what that one read in the step before.
+void Residency::make_room(int64_t bytes, int64_t limit, int64_t layer) {
+  while (counts_.resident + bytes > limit) {
+    Layer* most = nullptr;
+    int64_t size = -1, second = 0;
+    for (Layer& x : layers_) {
+      if (x.resident == x.held) continue;
+      const int64_t has = x.resident + (layer >= 0 && &x == &layers_[layer] ? bytes : 0);
+      second = std::max(second, std::min(size, has));
+      if (has > size) size = has, most = &x;
     }
-    const int64_t first = hand_.unit, excess = counts_.resident + bytes - max_bytes_;
-    const int64_t end = std::min(x.num_units(), first + (excess + x.unit_bytes() - 1) / x.unit_bytes());
-    while (hand_.unit < end && (x.state[hand_.unit] & (kResident | kHeld | kUses)) == kResident) hand_.unit++;
-    if (hand_.unit > first) {
-      move_out(x, first, hand_.unit - first);
+    if (!most) return;
+    const int64_t excess = std::min(counts_.resident + bytes - limit, std::max(size - second, most->unit_bytes()));
+    take_from(*most, std::min(excess, most->resident - most->held));
+  }
+}
+
+// Move out `bytes` of a layer, rounded up to units, of which it has so many that are not held.
+void Residency::take_from(Layer& x, int64_t bytes) {
+  while (bytes > 0) {
+    if (x.hand >= x.num_units()) x.hand = 0;
+    const int64_t first = x.hand;
+    const int64_t end = std::min(x.num_units(), first + (bytes + x.unit_bytes() - 1) / x.unit_bytes());
+    while (x.hand < end && (x.state[x.hand] & (kResident | kHeld | kUses)) == kResident) x.hand++;
+    if (x.hand > first) {
+      bytes -= (x.hand - first) * x.unit_bytes();
+      move_out(x, first, x.hand - first);
     } else {
-      uint8_t& state = x.state[hand_.unit++];
+      uint8_t& state = x.state[x.hand++];
       if ((state & (kResident | kHeld)) == kResident) state -= kUse;
     }
   }
@@ -284,6 +306,7 @@ void Residency::move_out(Layer& x, int64_t first, int64_t count) {
   }
   release(x, first, count);
   std::fill(&x.state[first], &x.state[0] + end, kStored);
+  x.resident -= count * x.unit_bytes();
   counts_.resident -= count * x.unit_bytes();
 }
 

@@ -41,6 +41,9 @@ struct Layer {
   int fd = -1;
   std::string file;            // its name for people
   std::vector<uint8_t> state;  // of each unit, see residency.cpp
+  int64_t resident = 0;        // bytes in memory
+  int64_t held = 0;            // of these, of units that the step uses
+  int64_t hand = 0;            // of the clock that goes round the units and takes those that nobody uses
 
   int64_t unit_bytes() const { return k_bytes + v_bytes; }
   int64_t num_units() const { return static_cast<int64_t>(state.size()); }
@@ -95,17 +98,17 @@ class Residency {
   void want(int64_t layer, int64_t unit, Access access);
   void fetch(int64_t layer, Access access);
   void add(Layer& x, int64_t unit, uint8_t flags);
-  void make_room(int64_t bytes);
+  void make_room(int64_t bytes, int64_t limit, int64_t layer);
+  void take_from(Layer& x, int64_t bytes);
   void move_out(Layer& x, int64_t first, int64_t count);
 
   int64_t max_bytes_;
   std::vector<Layer> layers_;
   Counts counts_;
   std::vector<Place> held_;
-  int64_t held_bytes_ = 0;        // of held units that are resident
   std::vector<int64_t> missing_;  // units of a layer that `want` has found in the file only
   int64_t room_ = 0;              // bytes that they take, and units that are written for the first time
-  Place hand_{0, 0};              // of the clock that goes round all units and takes those that nobody uses
+  int64_t spare_ = 0;             // bytes that `settle` leaves free, for what the next layer's selection will miss
 };
 
 }  // namespace quest_host

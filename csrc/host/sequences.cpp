@@ -114,8 +114,17 @@ std::vector<int32_t> Sequences::empty(int64_t id) {
   return freed;
 }
 
-std::vector<int32_t> Sequences::fill(int64_t id, int64_t length) {
+Sequences::Sequence& Sequences::empty_one(int64_t id) {
   Sequence& sequence = at(id);
+  if (!sequence.blocks.empty()) {
+    throw std::invalid_argument("sequence " + std::to_string(id) + " must be empty, but has " +
+                                std::to_string(sequence.length) + " tokens");
+  }
+  return sequence;
+}
+
+std::vector<int32_t> Sequences::fill(int64_t id, int64_t length) {
+  Sequence& sequence = empty_one(id);
   blocks_->expect(blocks_for(length), "resume");
   for (int64_t i = blocks_for(length); i > 0; --i) sequence.blocks.push_back(blocks_->allocate());
   sequence.length = length;
@@ -124,13 +133,19 @@ std::vector<int32_t> Sequences::fill(int64_t id, int64_t length) {
 }
 
 void Sequences::adopt(int64_t id, std::vector<int32_t> blocks) {
-  Sequence& sequence = at(id);
+  Sequence& sequence = empty_one(id);
   sequence.blocks = std::move(blocks);
   sequence.length = static_cast<int64_t>(sequence.blocks.size()) * blocks_->block_size();
   if (sequence.row >= 0) show(sequence.row, 0);
 }
 
 std::vector<int32_t> Sequences::fork(const std::vector<int64_t>& indices) {
+  for (int64_t i : indices) {
+    if (i < 0 || i >= static_cast<int64_t>(rows_.size())) {
+      throw std::invalid_argument("fork: indices must be in [0, " + std::to_string(rows_.size()) + "), got " +
+                                  std::to_string(i));
+    }
+  }
   std::vector<int64_t> before = rows_, after, uses(before.size(), 0);
   // Of the rows that become one old row, the first is that sequence still; the others are new ones.
   for (int64_t i : indices) after.push_back(uses[i]++ ? copy(before[i]) : before[i]);
@@ -170,22 +185,44 @@ Sequences::Places Sequences::shared(const Span& span) const {
   return places;
 }
 
+void Sequences::check(const Span& span, const char* op) const {
+  if (span.begin.size() != rows_.size() || span.counts.size() != rows_.size()) {
+    throw std::invalid_argument(std::string(op) + ": there must be one number for each of " +
+                                std::to_string(rows_.size()) + " rows");
+  }
+  for (size_t row = 0; row < rows_.size(); ++row) {
+    if (span.begin[row] < 0 || span.begin[row] > this->row(row).length || span.counts[row] < 0) {
+      throw std::invalid_argument(
+          std::string(op) + ": row " + std::to_string(row) + " has " + std::to_string(this->row(row).length) +
+          " tokens, got " + std::to_string(span.counts[row]) + " from " + std::to_string(span.begin[row]) + " on");
+    }
+  }
+}
+
 std::vector<int32_t> Sequences::to_copy(const Span& span) const {
+  check(span, "to_copy");
   std::vector<int32_t> blocks;
   for (auto [row, place] : shared(span)) blocks.push_back(this->row(row).blocks[place]);
   return blocks;
 }
 
 int64_t Sequences::needed(const Span& span) const {
+  check(span, "extend");
   int64_t count = static_cast<int64_t>(shared(span).size());
   for (size_t row = 0; row < rows_.size(); ++row) count += missing(row, span.begin[row] + span.counts[row]);
   return count;
 }
 
-int64_t Sequences::needed_to_crop(const std::vector<int64_t>& ends, const std::vector<int64_t>& redo) const {
+Sequences::Span Sequences::redone(const std::vector<int64_t>& ends, const std::vector<int64_t>& redo) const {
+  check({ends, redo}, "crop");
   Span span{ends, redo};
   for (size_t row = 0; row < rows_.size(); ++row) span.begin[row] -= redo[row];
-  return static_cast<int64_t>(shared(span).size());
+  check(span, "crop");
+  return span;
+}
+
+int64_t Sequences::needed_to_crop(const std::vector<int64_t>& ends, const std::vector<int64_t>& redo) const {
+  return static_cast<int64_t>(shared(redone(ends, redo)).size());
 }
 
 void Sequences::make_own(const Span& span, Change& change) {
@@ -226,8 +263,7 @@ Sequences::Change Sequences::extend(const Span& span) {
 
 Sequences::Change Sequences::crop(const std::vector<int64_t>& ends, const std::vector<int64_t>& redo) {
   blocks_->expect(needed_to_crop(ends, redo), "crop");
-  Span span{ends, redo};
-  for (size_t row = 0; row < rows_.size(); ++row) span.begin[row] -= redo[row];
+  Span span = redone(ends, redo);
   Change change;
   make_own(span, change);
   for (size_t row = 0; row < rows_.size(); ++row) {

@@ -81,6 +81,12 @@ class Sequences {
   };
   using Places = std::vector<std::pair<int64_t, int64_t>>;  // row, place in its blocks
 
+  // Throws, in the name of `op`, unless the span has a place and a count for every row, and no gap before it.
+  void check(const Span& span, const char* op) const;
+  Sequence& empty_one(int64_t id);  // throws if it has tokens
+  // The span of the tokens to be written again, from `redo` before `ends` on.
+  Span redone(const std::vector<int64_t>& ends, const std::vector<int64_t>& redo) const;
+
   const Sequence& at(int64_t id) const;
   Sequence& at(int64_t id) { return const_cast<Sequence&>(std::as_const(*this).at(id)); }
   const Sequence& row(int64_t row) const { return at(rows_[row]); }
