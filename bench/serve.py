@@ -167,13 +167,13 @@ def spread(numbers: Sequence[float]) -> dict[str, float] | None:
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     first = rows[0]
     title = f"{first['model']}: {first['requests']:,} requests; median / 95th percentile"
-    columns = "finished", "preempted", "answer tokens/s", "prompt tokens/s", "first token, s", "ms per token"
+    columns = ["finished", "preempted", "answer tokens/s", "prompt tokens/s", "first token, s", "ms per token"]
     table(title, columns, rows, speeds, console)
     console.print(
         "Prompt tokens per second: of finished requests, whether found in the cache or computed.\n", highlight=False
     )
     title = f"blocks of {first['block_size']} tokens, prompts in chunks of {first['chunk']}"
-    columns = "prefix found", "used", "shared", "empty slots", "KB read per token", "of dense", "same answers"
+    columns = ["prefix found", "used", "shared", "empty slots", "KB read per token", "of dense", "same answers"]
     table(title, columns, rows, cache, console)
     console.print(
         "Blocks used, and shared by several sequences: the most of all steps. Empty slots: mean.\n"

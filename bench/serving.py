@@ -185,7 +185,7 @@ class Engine:
         """One chunk of the prompt that is being read; with the last one comes the answer's first token."""
         if (request := self.prefilling) is None:
             return
-        tokens, start = request.known, self.paged.length(request.sequence)
+        tokens, start = request.known, self.paged.length(request.sequence)  # type: ignore[arg-type]
         end = min(start // self.chunk * self.chunk + self.chunk, len(tokens))
         end += end == len(tokens) - 1  # never a token alone
         try:
