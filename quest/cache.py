@@ -75,7 +75,7 @@ class PagedKVCache:
         self.lengths: list[int] = [0] * batch_size
         self._blocks = BlockAllocator(num_blocks)
         self._table = BlockTable(batch_size, self.config.block_size, self._blocks, self.device)
-        self._op = "decode" if self._pools.packing is None else "decode_packed"
+        self._op = (torch.ops.quest.decode if self._pools.packing is None else torch.ops.quest.decode_packed).default
         self._counts: tuple[list[int], Tensor] = [], self._int32([])  # what the last step added, to use it again
         self.stats = Stats(self.config)
         self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
@@ -156,21 +156,24 @@ class PagedKVCache:
         sinks: Tensor | None = None,
         window: int | None = None,
         backend: str = "auto",
+        heads_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """`append`, then the attention of the new tokens' queries [batch, q_len, num_heads, head_dim]: (out, lse).
 
         As `quest.decode` with the cache's config. With q_len above 1 every token selects its own pages, and sees only
         what precedes it; the tokens of a row that has fewer must be the last ones.
+
+        Args:
+            heads_first: query, key and value are [batch, heads, q_len, head_dim], at any strides; the result is not.
         """
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
-        like = layer, query.shape, softmax_scale, softcap, window
-        usual = sinks is None and backend == "auto"
+        like = layer, query.shape, softmax_scale, softcap, window, heads_first
         done = None
         try:
-            pools, settings, call = self._quick[like]
-            if usual and step.version == self._version and not torch.is_grad_enabled():
-                tail = step.block_table, step.seq_lens, step.slot_mapping
-                done = getattr(torch.ops.quest, self._op).default(query, key, value, *pools, *tail, *settings)
+            if sinks is None and backend == "auto" and step.version == self._version and not torch.is_grad_enabled():
+                pools, settings, call = self._quick[like]
+                rows = step.block_table, step.seq_lens, step.slot_mapping
+                done = self._op(query, key, value, *pools, *rows, *settings, heads_first=heads_first)
         except Exception:
             pass
         if done is None:
@@ -190,7 +193,9 @@ class PagedKVCache:
         backend: str,
     ) -> tuple[tuple[Tensor, Tensor], Call]:
         """`decode` with every check, which leaves in `_quick` what a step like this one can do without."""
-        layer, _, softmax_scale, softcap, window = like
+        layer, _, softmax_scale, softcap, window, heads_first = like
+        if heads_first:
+            query, key, value = (_tokens_first(x) for x in (query, key, value))
         self._check_step("decode", layer, key, value, step)
         pools = self._pools.layer(layer, key, value, self.num_blocks)
         whole: Callable[..., tuple[Tensor, Tensor]] = decode if self._pools.packing is None else decode_packed
@@ -220,7 +225,9 @@ class PagedKVCache:
 
     def _measure(self, like: tuple[Any, ...], query: Tensor, step: Step, sinks: Tensor | None, lse: Tensor) -> None:
         """Tell `stats` how much of dense attention's mass a decode step has read, whose lse is given."""
-        layer, _, softmax_scale, softcap, window = like
+        layer, _, softmax_scale, softcap, window, heads_first = like
+        if heads_first:
+            query = _tokens_first(query)
         k_cache, v_cache, *_ = self._stored("decode", layer)
         options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
         _, dense = ops.attend(query, k_cache, v_cache, step.block_table, step.seq_lens, **options, check=False)
@@ -413,6 +420,11 @@ class PagedKVCache:
 
 def _is_finite(key: Tensor) -> bool:
     return bool((key.abs() <= MAX_KEY).all())
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check_int(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quest.cache import PagedKVCache, Step
 from quest.config import QuestConfig
+from quest.integrations.transformers_lazy import LazyPairs
 from quest.stats import Stats
 
 
@@ -28,6 +29,7 @@ class Store:
         self.num_layers = num_layers
         self.config = config
         self.stats = Stats(config)
+        self.lazies = LazyPairs()
         self.epoch = 0
         self.clear()
 
