@@ -10,10 +10,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -28,7 +26,7 @@ from quest.passkey import document, encode
 __all__ = ["run", "run_llama", "show"]
 
 WARM_UP = 3  # steps that don't count
-PATH_STEPS = 8  # in which the parts of a step are timed
+PATH_STEPS = 16  # in which the parts of a step are timed
 
 
 def run(
@@ -94,42 +92,42 @@ def run(
 
 
 def attention_us(decoder: Decoder, tokens: Sequence[int]) -> tuple[float, float]:
-    """Microseconds per layer that a `QuestCache` takes in a step: all from `update` to the attention's result, and the
-    op alone. Medians over the steps; wrapped functions take the times, so the steps themselves are a little slower."""
+    """Microseconds per layer that a `QuestCache` takes in a step: `update` and the attention function as a whole, and
+    the op alone. Medians over steps that take turns, since a clock around the op would count in the other time."""
     from transformers.modeling_utils import AttentionInterface
 
     from quest.integrations import transformers as integration
     from quest.integrations.transformers_layer import QuestLayer
 
-    spent = {"path": 0.0, "op": 0.0}
+    spent = 0.0
 
-    def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal spent
             start = perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[what] += perf_counter() - start
+            result = function(*args, **kwargs)
+            spent += perf_counter() - start
+            return result
 
         return call
 
-    name = "decode" if decoder.cache.config.summary_bits is None else "decode_packed"
-    op, update, attend = getattr(torch.ops.quest, name), QuestLayer.update, integration.quest_attention_forward
-    layers, steps = len(decoder.cache.paged_layers), []
+    paged, layers = decoder.cache.paged, len(decoder.cache.paged_layers)
+    op, update, attend = paged._op, QuestLayer.update, integration.quest_attention_forward
+    times: tuple[list[float], list[float]] = [], []
     try:
-        setattr(torch.ops.quest, name, SimpleNamespace(default=timed("op", op.default)))
-        QuestLayer.update = timed("path", update)  # type: ignore[method-assign]
-        AttentionInterface.register(integration.NAME, timed("path", attend))
-        for token in tokens:
-            spent.update(path=0.0, op=0.0)
+        for place, token in enumerate(tokens):
+            alone = place % 2
+            paged._op = timed(op) if alone else op
+            QuestLayer.update = update if alone else timed(update)  # type: ignore[method-assign]
+            AttentionInterface.register(integration.NAME, attend if alone else timed(attend))
+            spent = 0.0
             decoder.step(token)
-            steps.append((spent["path"] / layers * 1e6, spent["op"] / layers * 1e6))
+            times[alone].append(spent / layers * 1e6)
     finally:
-        setattr(torch.ops.quest, name, op)
+        paged._op = op
         QuestLayer.update = update  # type: ignore[method-assign]
         AttentionInterface.register(integration.NAME, attend)
-    path, alone = (statistics.median(times) for times in zip(*steps, strict=True))
-    return path, alone
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def run_llama(

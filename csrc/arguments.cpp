@@ -11,24 +11,24 @@ static GroupRule rule_of(const std::string& name, const char* op) {
   fail(op, ": group_rule: expected softmax, relative or per_head, got ", name);
 }
 
-AppendParams append_params(const Tensor& key, const Tensor& value, const Tensor& k_cache, const Tensor& v_cache,
+AppendParams append_params(const SizedRows& key, const SizedRows& value, const Tensor& k_cache, const Tensor& v_cache,
                            const Tensor& slot_mapping, bool check, const char* op) {
   AppendParams p;
-  p.key = rows_of(key, op, "key");
-  p.value = rows_of(value, op, "value");
+  p.key = key;
+  p.value = value;
   p.k_cache = pool_of(k_cache, op, "k_cache");
   p.v_cache = pool_of(v_cache, op, "v_cache");
-  p.q_len = key.size(1);
-  p.num_tokens = key.size(0) * key.size(1);
+  p.q_len = key.q_len;
+  p.num_tokens = key.batch * key.q_len;
   p.num_kv_heads = k_cache.size(1);
   p.block_size = k_cache.size(2);
   p.num_slots = k_cache.size(0) * p.block_size;
-  expect(p.k_cache.dtype == p.v_cache.dtype && p.key.dtype == p.k_cache.dtype && p.value.dtype == p.k_cache.dtype, op,
+  expect(p.k_cache.dtype == p.v_cache.dtype && key.dtype == p.k_cache.dtype && value.dtype == p.k_cache.dtype, op,
          "key, value", "must have the dtype of the cache");
   expect(v_cache.size(0) == k_cache.size(0) && v_cache.size(1) == p.num_kv_heads && v_cache.size(2) == p.block_size, op,
          "v_cache", "must match k_cache in all but the last dimension");
-  expect(value.size(0) == key.size(0) && value.size(1) == p.q_len && key.size(2) == p.num_kv_heads &&
-             value.size(2) == p.num_kv_heads && p.key.dim == p.k_cache.dim && p.value.dim == p.v_cache.dim,
+  expect(value.batch == key.batch && value.q_len == p.q_len && key.num_heads == p.num_kv_heads &&
+             value.num_heads == p.num_kv_heads && key.dim == p.k_cache.dim && value.dim == p.v_cache.dim,
          op, "key, value", "must match each other and the cache");
   expect(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.numel() == p.num_tokens &&
              slot_mapping.is_contiguous(),
@@ -71,21 +71,21 @@ SummariseParams summarise_params(const Tensor& k_cache, const Tensor& page_min, 
   return p;
 }
 
-ScoreParams score_params(const Tensor& query, const Tensor& page_min, const Tensor& page_max, const Sequences& seq,
+ScoreParams score_params(const SizedRows& query, const Tensor& page_min, const Tensor& page_max, const Sequences& seq,
                          double softmax_scale, double slack, const std::string& group_rule, const char* op) {
   ScoreParams p;
   p.seq = seq;
-  p.query = rows_of(query, op, "query");
+  p.query = query;
   p.page_min = pool_of(page_min, op, "page_min");
   p.page_max = pool_of(page_max, op, "page_max");
-  p.num_heads = query.size(2);
+  p.num_heads = query.num_heads;
   p.num_kv_heads = page_min.size(1);
   p.slack = static_cast<float>(slack);
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.rule = rule_of(group_rule, op);
   expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
          "num_heads must be a multiple of num_kv_heads");
-  expect(query.size(0) == seq.batch && p.query.dim == p.page_min.dim && p.query.dim == p.page_max.dim &&
+  expect(query.batch == seq.batch && query.dim == p.page_min.dim && query.dim == p.page_max.dim &&
              page_max.size(0) == seq.num_blocks && page_max.size(1) == p.num_kv_heads &&
              page_min.size(2) * seq.page_size == seq.block_size && page_max.size(2) == page_min.size(2) &&
              p.page_min.dtype == p.page_max.dtype,
@@ -146,17 +146,17 @@ Packed packed_of(const Tensor& packed, const Tensor& k_cache, int64_t page_size,
   return p;
 }
 
-PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache, const Packed& packed,
+PackedScoreParams packed_score_params(const SizedRows& query, const Tensor& k_cache, const Packed& packed,
                                       const Sequences& seq, double coarse_keep, int64_t coarse_limit, int64_t budget,
                                       double budget_fraction, int64_t sink_pages, int64_t recent_pages,
                                       double softmax_scale, double slack, double coarse_slack,
                                       const std::string& group_rule, const char* op) {
   PackedScoreParams p;
   p.seq = seq;
-  p.query = rows_of(query, op, "query");
+  p.query = query;
   p.k_cache = pool_of(k_cache, op, "k_cache");
   p.packed = packed;
-  p.num_heads = query.size(2);
+  p.num_heads = query.num_heads;
   p.num_kv_heads = k_cache.size(1);
   p.sink_pages = sink_pages;
   p.recent_pages = recent_pages;
@@ -171,7 +171,7 @@ PackedScoreParams packed_score_params(const Tensor& query, const Tensor& k_cache
   p.max_weight = std::min<int64_t>(32766, INT32_MAX / (2 * packed.dim * (packed.cells() - 1)));
   expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
          "num_heads must be a multiple of num_kv_heads");
-  expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && k_cache.size(0) == seq.num_blocks, op, "query",
+  expect(query.batch == seq.batch && query.dim == p.k_cache.dim && k_cache.size(0) == seq.num_blocks, op, "query",
          "must match k_cache and the block table");
   expect(coarse_keep > 0 && coarse_keep <= 1 && coarse_limit >= 1, op, "coarse_keep, coarse_limit",
          "must be in (0, 1], and at least 1");
@@ -225,14 +225,14 @@ SelectParams select_params(const Sequences& seq, const Tensor& scores, int64_t b
   return p;
 }
 
-AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Tensor& v_cache, const Sequences& seq,
+AttendParams attend_params(const SizedRows& query, const Tensor& k_cache, const Tensor& v_cache, const Sequences& seq,
                            double softmax_scale, double softcap, const std::optional<Tensor>& sinks, const char* op) {
   AttendParams p;
   p.seq = seq;
-  p.query = rows_of(query, op, "query");
+  p.query = query;
   p.k_cache = pool_of(k_cache, op, "k_cache");
   p.v_cache = pool_of(v_cache, op, "v_cache");
-  p.num_heads = query.size(2);
+  p.num_heads = query.num_heads;
   p.sel_heads = p.num_kv_heads = k_cache.size(1);
   p.softmax_scale = static_cast<float>(softmax_scale);
   p.softcap = static_cast<float>(softcap);
@@ -241,7 +241,7 @@ AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Ten
   p.idx_stride_batch = p.idx_stride_token = p.idx_stride_head = p.max_selected = 0;
   expect(p.num_kv_heads >= 1 && p.num_heads >= 1 && p.num_heads % p.num_kv_heads == 0, op, "query",
          "num_heads must be a multiple of num_kv_heads");
-  expect(query.size(0) == seq.batch && p.query.dim == p.k_cache.dim && p.k_cache.dtype == p.v_cache.dtype &&
+  expect(query.batch == seq.batch && query.dim == p.k_cache.dim && p.k_cache.dtype == p.v_cache.dtype &&
              v_cache.size(0) == k_cache.size(0) && v_cache.size(1) == p.num_kv_heads &&
              v_cache.size(2) == k_cache.size(2) && k_cache.size(2) == seq.block_size,
          op, "k_cache, v_cache", "must match each other, the query and the block table");
@@ -274,10 +274,11 @@ AttendParams attend_params(const Tensor& query, const Tensor& k_cache, const Ten
                            const Tensor& seq_lens, const std::optional<Tensor>& page_idx, int64_t page_size,
                            double softmax_scale, double softcap, const std::optional<Tensor>& sinks, int64_t window,
                            bool check, const char* op) {
-  expect(query.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4, op, "query", "expected 4 dimensions");
-  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
-                                     window, check, op);
-  AttendParams p = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
+  expect(k_cache.dim() == 4 && v_cache.dim() == 4, op, "k_cache, v_cache", "expected 4 dimensions");
+  const SizedRows rows = rows_of(query, op, "query");
+  const Sequences seq =
+      sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, rows.q_len, window, check, op);
+  AttendParams p = attend_params(rows, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
   if (page_idx) choose_pages(p, *page_idx, op);
   return p;
 }

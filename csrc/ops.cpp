@@ -11,7 +11,8 @@ namespace quest {
 
 void append(const Tensor& key, const Tensor& value, Tensor k_cache, Tensor v_cache, const Tensor& slot_mapping,
             bool check) {
-  run(append_params(key, value, k_cache, v_cache, slot_mapping, check, "append"));
+  run(append_params(rows_of(key, "append", "key"), rows_of(value, "append", "value"), k_cache, v_cache, slot_mapping,
+                    check, "append"));
 }
 
 void summarise(const Tensor& k_cache, Tensor page_min, Tensor page_max, const Tensor& block_table,
@@ -26,7 +27,8 @@ Tensor score(const Tensor& query, const Tensor& page_min, const Tensor& page_max
   expect(query.dim() == 4 && page_min.dim() == 4 && page_max.dim() == 4, op, "query", "expected 4 dimensions");
   const Sequences seq = sequences_of(block_table, seq_lens, page_min.size(0), page_min.size(2) * page_size, page_size,
                                      query.size(1), window, check, op);
-  ScoreParams p = score_params(query, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
+  ScoreParams p =
+      score_params(rows_of(query, op, "query"), page_min, page_max, seq, softmax_scale, slack, group_rule, op);
   Tensor raw, weights;
   Tensor scores = allocate(p, raw, weights);
   run(p);
@@ -106,26 +108,28 @@ std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& key, const 
                                   const Tensor& seq_lens, const Tensor& slot_mapping, bool dense, double softmax_scale,
                                   int64_t budget, double budget_fraction, int64_t sink_pages, int64_t recent_pages,
                                   int64_t max_selected, double slack, std::string group_rule, double softcap,
-                                  std::optional<Tensor> sinks, int64_t window, bool check) {
+                                  std::optional<Tensor> sinks, int64_t window, bool check, bool heads_first) {
   const char* op = "decode";
-  expect(query.dim() == 4 && k_cache.dim() == 4 && page_min.dim() == 4 && page_max.dim() == 4, op, "query",
+  expect(k_cache.dim() == 4 && page_min.dim() == 4 && page_max.dim() == 4, op, "k_cache, page_min, page_max",
          "expected 4 dimensions");
+  const SizedRows q = rows_of(query, op, "query", heads_first), k = rows_of(key, op, "key", heads_first),
+                  v = rows_of(value, op, "value", heads_first);
   const int64_t block_size = k_cache.size(2), pages = page_min.size(2);
   expect(pages >= 1 && block_size % pages == 0, op, "page_min", "pages per block must divide block_size");
   expect(max_selected >= 0, op, "max_selected", "must not be negative");
 
   // Everything is checked before the cache is written.
-  const AppendParams rows = append_params(key, value, k_cache, v_cache, slot_mapping, check, op);
-  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), block_size, block_size / pages,
-                                     query.size(1), window, check, op);
-  expect(key.size(0) == seq.batch && key.size(1) == seq.q_len, op, "key", "must have the query's batch and q_len");
+  const AppendParams rows = append_params(k, v, k_cache, v_cache, slot_mapping, check, op);
+  const Sequences seq =
+      sequences_of(block_table, seq_lens, k_cache.size(0), block_size, block_size / pages, q.q_len, window, check, op);
+  expect(k.batch == seq.batch && k.q_len == seq.q_len, op, "key", "must have the query's batch and q_len");
   SummariseParams summary = summarise_params(k_cache, page_min, page_max, seq, op);
   std::vector<int32_t> num_new(seq.batch);  // a row that stores nothing keeps its summaries, and may share their block
   for (int64_t i = 0; i < rows.num_tokens; i++)
     if (rows.slots[i] >= 0) num_new[i / seq.q_len] = static_cast<int32_t>(seq.q_len);
   summary.num_new = num_new.data();
-  ScoreParams scored = score_params(query, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
-  AttendParams attended = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
+  ScoreParams scored = score_params(q, page_min, page_max, seq, softmax_scale, slack, group_rule, op);
+  AttendParams attended = attend_params(q, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
 
   if (dense) {
     run(rows);

@@ -33,12 +33,13 @@ std::tuple<Tensor, Tensor> attend(const Tensor& query, const Tensor& k_cache, co
                                   int64_t page_size, double softmax_scale, double softcap, std::optional<Tensor> sinks,
                                   int64_t window, bool check);
 std::tuple<Tensor, Tensor> merge(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b, const Tensor& lse_b);
+// heads_first: query, key and value are [batch, num_heads, q_len, dim]; the result has tokens first all the same.
 std::tuple<Tensor, Tensor> decode(const Tensor& query, const Tensor& key, const Tensor& value, Tensor k_cache,
                                   Tensor v_cache, Tensor page_min, Tensor page_max, const Tensor& block_table,
                                   const Tensor& seq_lens, const Tensor& slot_mapping, bool dense, double softmax_scale,
                                   int64_t budget, double budget_fraction, int64_t sink_pages, int64_t recent_pages,
                                   int64_t max_selected, double slack, std::string group_rule, double softcap,
-                                  std::optional<Tensor> sinks, int64_t window, bool check);
+                                  std::optional<Tensor> sinks, int64_t window, bool check, bool heads_first);
 
 std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key, const Tensor& value, Tensor k_cache,
                                          Tensor v_cache, Tensor packed, const Tensor& block_table,
@@ -47,7 +48,7 @@ std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key,
                                          double coarse_slack, bool dense, double softmax_scale, int64_t budget,
                                          double budget_fraction, int64_t sink_pages, int64_t recent_pages,
                                          int64_t max_selected, double slack, std::string group_rule, double softcap,
-                                         std::optional<Tensor> sinks, int64_t window, bool check);
+                                         std::optional<Tensor> sinks, int64_t window, bool check, bool heads_first);
 
 std::string isa();
 std::string isas();

@@ -45,9 +45,9 @@ Tensor score_packed(const Tensor& query, const Tensor& k_cache, const Tensor& pa
   const Packed layout = packed_of(packed, k_cache, page_size, coarse_size, bits, op);
   const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
                                      window, check, op);
-  PackedScoreParams p =
-      packed_score_params(query, k_cache, layout, seq, coarse_keep, coarse_limit, budget, budget_fraction, sink_pages,
-                          recent_pages, softmax_scale, slack, coarse_slack, group_rule, op);
+  PackedScoreParams p = packed_score_params(rows_of(query, op, "query"), k_cache, layout, seq, coarse_keep,
+                                            coarse_limit, budget, budget_fraction, sink_pages, recent_pages,
+                                            softmax_scale, slack, coarse_slack, group_rule, op);
   const PackedScratch scratch = allocate(p);
   run(p);
 
@@ -73,26 +73,28 @@ std::tuple<Tensor, Tensor> decode_packed(const Tensor& query, const Tensor& key,
                                          double coarse_slack, bool dense, double softmax_scale, int64_t budget,
                                          double budget_fraction, int64_t sink_pages, int64_t recent_pages,
                                          int64_t max_selected, double slack, std::string group_rule, double softcap,
-                                         std::optional<Tensor> sinks, int64_t window, bool check) {
+                                         std::optional<Tensor> sinks, int64_t window, bool check, bool heads_first) {
   const char* op = "decode_packed";
-  expect(query.dim() == 4 && k_cache.dim() == 4, op, "query", "expected 4 dimensions");
+  expect(k_cache.dim() == 4, op, "k_cache", "expected 4 dimensions");
+  const SizedRows q = rows_of(query, op, "query", heads_first), k = rows_of(key, op, "key", heads_first),
+                  v = rows_of(value, op, "value", heads_first);
   expect(max_selected >= 0, op, "max_selected", "must not be negative");
 
   // Everything is checked before the cache is written.
-  const AppendParams rows = append_params(key, value, k_cache, v_cache, slot_mapping, check, op);
+  const AppendParams rows = append_params(k, v, k_cache, v_cache, slot_mapping, check, op);
   const Packed layout = packed_of(packed, k_cache, page_size, coarse_size, bits, op);
-  const Sequences seq = sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, query.size(1),
-                                     window, check, op);
-  expect(key.size(0) == seq.batch && key.size(1) == seq.q_len, op, "key", "must have the query's batch and q_len");
+  const Sequences seq =
+      sequences_of(block_table, seq_lens, k_cache.size(0), k_cache.size(2), page_size, q.q_len, window, check, op);
+  expect(k.batch == seq.batch && k.q_len == seq.q_len, op, "key", "must have the query's batch and q_len");
   expect_finite(rows, op);
   std::vector<int32_t> num_new(seq.batch);  // a row that stores nothing keeps its summaries, and may share their block
   for (int64_t i = 0; i < rows.num_tokens; i++)
     if (rows.slots[i] >= 0) num_new[i / seq.q_len] = static_cast<int32_t>(seq.q_len);
   const PackParams summary = pack_params(k_cache, layout, seq, num_new.data(), sink_pages, op);
   PackedScoreParams scored =
-      packed_score_params(query, k_cache, layout, seq, coarse_keep, coarse_limit, budget, budget_fraction, sink_pages,
+      packed_score_params(q, k_cache, layout, seq, coarse_keep, coarse_limit, budget, budget_fraction, sink_pages,
                           recent_pages, softmax_scale, slack, coarse_slack, group_rule, op);
-  AttendParams attended = attend_params(query, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
+  AttendParams attended = attend_params(q, k_cache, v_cache, seq, softmax_scale, softcap, sinks, op);
 
   if (dense) {
     run(rows);

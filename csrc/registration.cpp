@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(quest, m) {
       "Tensor(d!) page_max, Tensor block_table, Tensor seq_lens, Tensor slot_mapping, bool dense, "
       "float softmax_scale, SymInt budget, float budget_fraction, SymInt sink_pages, SymInt recent_pages, "
       "SymInt max_selected, float slack, str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, "
-      "bool check=True) -> (Tensor, Tensor)");
+      "bool check=True, *, bool heads_first=False) -> (Tensor, Tensor)");
   m.def(
       "decode_packed(Tensor query, Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, "
       "Tensor(c!) packed, Tensor block_table, Tensor seq_lens, Tensor slot_mapping, SymInt page_size, "
@@ -40,8 +40,8 @@ STABLE_TORCH_LIBRARY(quest, m) {
       "softmax_scale, SymInt "
       "budget, "
       "float budget_fraction, SymInt sink_pages, SymInt recent_pages, SymInt max_selected, float slack, "
-      "str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, bool check=True) "
-      "-> (Tensor, Tensor)");
+      "str group_rule, float softcap=0.0, Tensor? sinks=None, SymInt window=-1, bool check=True, *, "
+      "bool heads_first=False) -> (Tensor, Tensor)");
   m.def("isa() -> str");
   m.def("isas() -> str");
   m.def("use_isa(str name) -> ()");

@@ -50,9 +50,17 @@ inline Pool pool_of(const Tensor& x, const char* op, const char* arg) {
   return {data_of(x), dtype_of(x, op, arg), x.stride(0), x.stride(1), x.stride(2), x.size(3)};
 }
 
-inline Rows rows_of(const Tensor& x, const char* op, const char* arg) {
+// New rows with their sizes.
+struct SizedRows : Rows {
+  int64_t batch, q_len, num_heads;
+};
+
+// Of x [batch, q_len, num_heads, dim], or [batch, num_heads, q_len, dim] with `heads_first`.
+inline SizedRows rows_of(const Tensor& x, const char* op, const char* arg, bool heads_first = false) {
   expect_rows(x, op, arg);
-  return {data_of(x), dtype_of(x, op, arg), x.stride(0), x.stride(1), x.stride(2), x.size(3)};
+  const int token = heads_first ? 2 : 1, head = 3 - token;
+  const Rows rows{data_of(x), dtype_of(x, op, arg), x.stride(0), x.stride(token), x.stride(head), x.size(3)};
+  return {rows, x.size(0), x.size(token), x.size(head)};
 }
 
 inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype,

@@ -72,7 +72,7 @@ class PagedKVCache(PagedSequences):
         self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
         super().__init__(pools, batch_size)
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
-        self._op = "decode" if pools.packing is None else "decode_packed"
+        self._op = (torch.ops.quest.decode if pools.packing is None else torch.ops.quest.decode_packed).default
         self._mended = 0, 0  # calls of `overwritten`, and version, of the last time that summaries were made for them
         self._stored_step = [0] * pools.num_layers  # version of the last step that each layer has stored
         self.stats = Stats(self.config)
@@ -115,23 +115,26 @@ class PagedKVCache(PagedSequences):
         sinks: Tensor | None = None,
         window: int | None = None,
         backend: str = "auto",
+        heads_first: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """`append`, then the attention of the new tokens' queries [batch, q_len, num_heads, head_dim]: (out, lse).
 
         As `quest.decode` with the cache's config. With q_len above 1 every token selects its own pages, and sees only
         what precedes it; the tokens of a row that has fewer must be the last ones.
+
+        Args:
+            heads_first: query, key and value are [batch, heads, q_len, head_dim], at any strides; the result is not.
         """
         if self.pools.stale:
             self._mend()
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
-        like = layer, query.shape, softmax_scale, softcap, window
-        usual = sinks is None and backend == "auto"
+        like = layer, query.shape, softmax_scale, softcap, window, heads_first
         done = None
         try:
-            pools, settings, call = self._quick[like]
-            if usual and step.version == self._version and not torch.is_grad_enabled():
-                tail = step.block_table, step.seq_lens, step.slot_mapping
-                done = getattr(torch.ops.quest, self._op).default(query, key, value, *pools, *tail, *settings)
+            if sinks is None and backend == "auto" and step.version == self._version and not torch.is_grad_enabled():
+                pools, settings, call = self._quick[like]
+                rows = step.block_table, step.seq_lens, step.slot_mapping
+                done = self._op(query, key, value, *pools, *rows, *settings, heads_first=heads_first)
         except Exception:
             pass
         if done is None:
@@ -152,7 +155,9 @@ class PagedKVCache(PagedSequences):
         backend: str,
     ) -> tuple[tuple[Tensor, Tensor], Call]:
         """`decode` with every check, which leaves in `_quick` what a step like this one can do without."""
-        layer, _, softmax_scale, softcap, window = like
+        layer, _, softmax_scale, softcap, window, heads_first = like
+        if heads_first:
+            query, key, value = (_tokens_first(x) for x in (query, key, value))
         self._check_step("decode", layer, key, value, step)
         pools = self.pools.layer(layer, key, value)
         tensors = query, key, value, *pools, step.block_table, step.seq_lens, step.slot_mapping
@@ -175,7 +180,9 @@ class PagedKVCache(PagedSequences):
 
     def _measure(self, like: tuple[Any, ...], query: Tensor, step: Step, sinks: Tensor | None, lse: Tensor) -> None:
         """Tell `stats` how much of dense attention's mass a decode step has read, whose lse is given."""
-        layer, _, softmax_scale, softcap, window = like
+        layer, _, softmax_scale, softcap, window, heads_first = like
+        if heads_first:
+            query = _tokens_first(query)
         k_cache, v_cache, *_ = self._stored("decode", layer)
         options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
         with self.pools.step():
@@ -364,3 +371,8 @@ def _check_finite(op: str, key: Tensor, step: Step) -> None:
 
 def _is_finite(key: Tensor) -> bool:
     return bool((key.abs() <= MAX_KEY).all())
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    x = x.transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()

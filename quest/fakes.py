@@ -78,7 +78,7 @@ def _merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    return _attend(query, k_cache, v_cache)
+    return _attend(query.transpose(1, 2) if options.get("heads_first") else query, k_cache, v_cache)
 
 
 _FAKES: dict[str, Callable[..., Any]] = {

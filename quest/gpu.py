@@ -130,7 +130,11 @@ def decode(
     sinks: Tensor | None = None,
     window: int = -1,
     check: bool = True,
+    *,
+    heads_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    if heads_first:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     triton, side = triton_kernels(), side_of(query, k_cache, v_cache)
     rows, page_size = (block_table, seq_lens), k_cache.shape[2] // page_min.shape[2]
     side.append_summarise(key, value, k_cache, v_cache, page_min, page_max, *rows, slot_mapping)
@@ -176,7 +180,11 @@ def decode_packed(
     sinks: Tensor | None = None,
     window: int = -1,
     check: bool = True,
+    *,
+    heads_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    if heads_first:
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     triton, side = triton_kernels(), side_of(query, k_cache, v_cache)
     rows, layout = (block_table, seq_lens), (page_size, coarse_size, bits)
     side.append(key, value, k_cache, v_cache, slot_mapping, False)
@@ -224,8 +232,8 @@ def register(key: str = "CUDA") -> torch.library.Library:
 def _where_they_lie(function: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
 
-    def run(first: Tensor, *args: Any) -> Any:
+    def run(first: Tensor, *args: Any, **options: Any) -> Any:
         with torch.cuda.device_of(first):
-            return function(first, *args)
+            return function(first, *args, **options)
 
     return run

@@ -403,6 +403,36 @@ def test_steps_like_earlier_ones_are_checked_too() -> None:
     assert torch.allclose(out, value.repeat_interleave(2, 2), atol=1e-6)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("q_len", [1, 2])  # 2 is the number of KV heads too
+def test_heads_first(q_len: int) -> None:
+    """The same results, mass and errors as with the tokens first, at strides that the op takes and others."""
+    generator = torch.Generator().manual_seed(12)
+    caches = [PagedKVCache(1, 1, config=config(budget=12)) for _ in range(3)]
+    for i in range(20):
+        query = torch.randn(1, q_len, 4, 8, generator=generator)
+        tokens = query, *new_tokens(1, q_len, generator)
+        heads = [x.transpose(1, 2) for x in tokens]
+        forms = tokens, heads, [x.mT.contiguous().mT for x in heads]
+        if i == 2:
+            for cache in caches:
+                cache.stats.sample_mass(2)
+        results = []
+        for cache, form in zip(caches, forms, strict=True):
+            results.append(cache.decode(0, *form, cache.extend(q_len), heads_first=form is not tokens))
+        for out, lse in results[1:]:
+            assert out.shape == (1, q_len, 4, V_DIM)
+            assert torch.equal(out, results[0][0])
+            assert torch.equal(lse, results[0][1])
+    assert caches[0].stats.layers == caches[1].stats.layers == caches[2].stats.layers
+    assert caches[0].stats.layers[0].mass is not None
+    step = caches[1].extend(q_len)
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        caches[1].decode(0, heads[0], heads[1][:, :1], heads[2][:, :1], step, heads_first=True)
+    with pytest.raises(ValueError, match="head_dim"):
+        caches[1].decode(0, heads[0][..., :4], *heads[1:], step, heads_first=True)
+
+
 def test_deepcopy_is_independent() -> None:
     generator = torch.Generator().manual_seed(10)
     cache = PagedKVCache(1, 1, config=config())

@@ -49,6 +49,10 @@ def test_opcheck(op):
     """Schema and mutation as declared, fakes as the real outputs (strides too), functionalisation, dynamic shapes."""
     for arguments in samples(op):
         torch.library.opcheck(getattr(torch.ops.quest, op).default, arguments)
+    if op == "decode":
+        query, key, value, *rest = arguments
+        heads = [x.transpose(1, 2) for x in (query, key, value)]
+        torch.library.opcheck(torch.ops.quest.decode.default, (*heads, *rest), {"heads_first": True})
 
 
 def test_fakes_on_the_meta_device():

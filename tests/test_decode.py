@@ -11,6 +11,7 @@ from cases import BF16, DTYPES, NAN, SHAPES, Case, Shape, check_attend, make, sa
 
 import quest
 from quest import QuestConfig, reference
+from quest.decode import op_settings
 
 OPTIONS = [
     {},
@@ -156,6 +157,23 @@ def test_c19_ragged_batch(isa, dtype):
     got, _ = run(case.replace(**part), config)
     assert got[0].equal(out[order])
     assert got[1].equal(lse[order])
+
+
+@pytest.mark.parametrize("shape", ["ragged", "many_tokens_bf16", "group_7"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_op_takes_heads_first(isa, shape, dense):
+    """The same numbers at the same strides as with the tokens first, and the result has them first."""
+    case = make(shape)
+    results = []
+    for heads_first in (False, True):
+        state = case.before()
+        new = [x.transpose(1, 2) if heads_first else x for x in state.step[:3]]
+        settings = op_settings(case.query, case.block_table, config_of(case), 0, 0.3, None, None, None, True)
+        settings = (dense, *settings[1:])
+        op = torch.ops.quest.decode.default
+        results.append(op(*new, *state.step[3:-1], case.slot_mapping.contiguous(), *settings, heads_first=heads_first))
+        check_state(state, case)
+    assert all(map(same, *results))
 
 
 def test_a_skipped_row_writes_nothing(kernels):

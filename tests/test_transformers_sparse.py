@@ -31,7 +31,7 @@ def test_a_step_reads_pages_and_never_builds_dense_states(monkeypatch: pytest.Mo
     decode = PagedKVCache.decode
 
     def count(self: PagedKVCache, layer: int, query: Tensor, *args: Any, **options: Any) -> Any:
-        steps.append((layer, query.shape[1]))
+        steps.append((layer, query.shape[2 if options["heads_first"] else 1]))
         return decode(self, layer, query, *args, **options)
 
     def refuse(self: LazyStates) -> None:
@@ -97,7 +97,7 @@ def test_draft_tokens_are_a_sparse_step(monkeypatch: pytest.MonkeyPatch) -> None
     decode = PagedKVCache.decode
 
     def count(self: PagedKVCache, layer: int, query: Tensor, *args: Any, **options: Any) -> Any:
-        widths.append(query.shape[1])
+        widths.append(query.shape[2 if options["heads_first"] else 1])
         return decode(self, layer, query, *args, **options)
 
     monkeypatch.setattr(PagedKVCache, "decode", count)

@@ -16,7 +16,8 @@ static void append(const Tensor& key, const Tensor& value, Tensor k_cache, Tenso
                    bool) {
   const char* op = "append";
   const OnDevice on(op, key, {&value, &k_cache, &v_cache, &slot_mapping});
-  const AppendParams p = append_params(key, value, k_cache, v_cache, slot_mapping, false, op);
+  const AppendParams p =
+      append_params(rows_of(key, op, "key"), rows_of(value, op, "value"), k_cache, v_cache, slot_mapping, false, op);
   on.expect_success(quest_append(&p, on.stream()));
 }
 
@@ -34,7 +35,8 @@ static void append_summarise(const Tensor& key, const Tensor& value, Tensor k_ca
   const char* op = "append_summarise";
   const OnDevice on(op, key,
                     {&value, &k_cache, &v_cache, &page_min, &page_max, &block_table, &seq_lens, &slot_mapping});
-  const AppendParams rows = append_params(key, value, k_cache, v_cache, slot_mapping, false, op);
+  const AppendParams rows =
+      append_params(rows_of(key, op, "key"), rows_of(value, op, "value"), k_cache, v_cache, slot_mapping, false, op);
   const SummariseParams p = summarise_params(k_cache, page_min, page_max, block_table, seq_lens, seq_lens, false, op);
   expect(key.size(0) == p.seq.batch, op, "key", "must have one row for each of seq_lens");
   on.expect_success(quest_append_summarise(&rows, &p, on.stream()));

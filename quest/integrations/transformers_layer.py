@@ -8,80 +8,20 @@ function has said, by its mask, which of them are padding; whoever else needs th
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import CacheLayerMixin
 
+from quest.integrations.transformers_lazy import LazyKeys, LazyStates, LazyValues
 from quest.integrations.transformers_masks import is_plain, real_columns, restrict, visible_columns
 from quest.integrations.transformers_store import Store
 from quest.sequences import Step
 
+__all__ = ["LazyKeys", "LazyStates", "LazyValues", "QuestLayer"]
+
 MAX_DRAFT_TOKENS = 64  # with past recording, as in assisted decoding, more new tokens than these count as a prompt
-
-
-class Source(NamedTuple):
-    """What the K and V of one `update` are made of."""
-
-    layer: QuestLayer
-    columns: int
-    epoch: int  # of the store, at that time
-    dense: list[tuple[Tensor, Tensor]]  # K and V once they are made
-
-
-class LazyStates(torch.Tensor):
-    """K or V [batch, num_kv_heads, columns, head_dim] of a layer as they were after one `update`.
-
-    Shape, dtype and device at once; the numbers are made when one of the pair is looked at.
-    """
-
-    source: Source
-    which: int
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, source: Source, new: Tensor) -> Self:
-        """`new` holds the new tokens [batch, num_kv_heads, q_len, head_dim]."""
-        batch, num_kv_heads, _, head_dim = new.shape
-        shape = (batch, num_kv_heads, source.columns, head_dim)
-        lazy = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=new.dtype, device=new.device)
-        lazy.source = source
-        return lazy
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without func
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func._schema.is_mutable and args and isinstance(args[0], LazyStates):
-            raise TypeError(f"{func}: K and V that QuestCache.update gave back can't be written to; clone them first")
-        args, kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def dense(self) -> Tensor:
-        layer, columns, epoch, made = self.source
-        if not made:
-            if epoch != layer.store.epoch:
-                raise RuntimeError(
-                    "QuestCache: K and V of an earlier update, first looked at after the cache was cropped, reordered "
-                    "or reset, are gone"
-                )
-            k, v = layer.states()
-            made.append((k[:, :, :columns], v[:, :, :columns]))
-        return made[0][self.which]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(layer {self.source.layer.index}, shape={[*self.shape]}, {self.dtype})"
-
-
-class LazyKeys(LazyStates):
-    which = 0
-
-
-class LazyValues(LazyStates):
-    which = 1
 
 
 class QuestLayer(CacheLayerMixin):
@@ -111,18 +51,22 @@ class QuestLayer(CacheLayerMixin):
             self.settle()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        paged, shape = self.store.paged, key_states.shape
+        store, lazies = self.store, self.store.lazies
+        like = self.columns, store.epoch, key_states.shape, value_states.shape, key_states.dtype, key_states.device
+        if like != lazies.like:
+            self._check_states(key_states, value_states)
+            lazies.renew(like)
+        self.pending = key_states, value_states
+        return lazies.take(self)
+
+    def _check_states(self, key: Tensor, value: Tensor) -> None:
+        paged, shape = self.store.paged, key.shape
         batch = shape[0] if paged is None else len(paged.lengths)
-        if len(shape) != 4 or shape[:3] != value_states.shape[:3] or shape[0] != batch:
+        if len(shape) != 4 or shape[:3] != value.shape[:3] or shape[0] != batch:
             raise ValueError(
                 f"QuestCache.update: key_states and value_states must be [{batch}, num_kv_heads, q_len, head_dim], got "
-                f"{[*key_states.shape]} and {[*value_states.shape]}"
+                f"{[*key.shape]} and {[*value.shape]}"
             )
-        k = key_states if key_states.stride(-1) == 1 else key_states.contiguous()  # as the ops take it
-        v = value_states if value_states.stride(-1) == 1 else value_states.contiguous()
-        self.pending = k, v
-        source = Source(self, self.columns + shape[2], self.store.epoch, [])
-        return LazyKeys.of(source, key_states), LazyValues.of(source, value_states)
 
     def sparse_step(
         self,
@@ -144,12 +88,12 @@ class QuestLayer(CacheLayerMixin):
         q_len, store, start = query.shape[2], self.store, self.columns
         if q_len > 1 and not (self.record_past and start and q_len <= MAX_DRAFT_TOKENS):
             return None
-        options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
         if self.pending is None:  # K and V of another layer, which has stored them and whose mask was looked at
+            options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
             out, _ = store.paged.attend(self.index, query.transpose(1, 2), **options)  # type: ignore[union-attr]
             return out
         key, value = self.pending
-        real = self._real(mask)
+        real = None if mask is None else self._real(mask)
         if window is not None and (real is not None or store.real is not None):
             return None  # a window is counted in columns, the pages in tokens
         if mask is not None and not store.knows(mask, window, start):
@@ -159,10 +103,19 @@ class QuestLayer(CacheLayerMixin):
         if real is not None and q_len > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
             return None  # padding between the new tokens
         step = self._step(key, real)
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out, _ = store.paged.decode(self.index, q, k, v, step, **options)  # type: ignore[union-attr]
-        self._stored(key)
+        out, _ = store.paged.decode(  # type: ignore[union-attr]
+            self.index,
+            query,
+            key,
+            value,
+            step,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            sinks=sinks,
+            window=window,
+            heads_first=True,
+        )
+        self.columns, self.pending = start + q_len, None
         return out
 
     def dense_step(
@@ -204,8 +157,9 @@ class QuestLayer(CacheLayerMixin):
         if self.pending is not None:
             key, value = self.pending
             step = self._step(key, real)
-            self.store.paged.append(self.index, key.transpose(1, 2), value.transpose(1, 2), step)  # type: ignore[union-attr]
-            self._stored(key)
+            k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (key.transpose(1, 2), value.transpose(1, 2)))
+            self.store.paged.append(self.index, k, v, step)  # type: ignore[union-attr]
+            self.columns, self.pending = self.columns + key.shape[2], None
 
     def _step(self, key: Tensor, real: Tensor | None) -> Step:
         try:
@@ -213,10 +167,6 @@ class QuestLayer(CacheLayerMixin):
         except BaseException:  # out of blocks, say: then nothing has happened, and the step can be taken again
             self.pending = None
             raise
-
-    def _stored(self, key: Tensor) -> None:
-        self.columns += key.shape[2]
-        self.pending = None
 
     def states(self) -> tuple[Tensor, Tensor]:
         """K and V of all columns, [batch, num_kv_heads, columns, head_dim], dense; stored padding is zero."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
+from quest.integrations.transformers_lazy import LazyPairs
 from quest.offload import Offload
 from quest.pools import Pools
 from quest.sequences import Step
@@ -34,6 +35,7 @@ class Store:
         self.pools = pools
         self.offload = offload
         self.stats = Stats(config)
+        self.lazies = LazyPairs()
         self.epoch = 0
         self.paged: PagedKVCache | None = None
         self.clear()
