@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +80,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     flat = torch.empty(numel + room, dtype=dtype, device=device)
     start = -flat.data_ptr() % MEMORY_PAGE // dtype.itemsize
     return flat[start : start + numel].view(*shape)
+
+
+class Stored(NamedTuple):
+    """Blocks in the second tier."""
+
+    handle: Any  # of the tier
+    layers: list[int]  # that had keys then
 
 
 class Pools:
@@ -314,29 +321,34 @@ class Pools:
         """What `residency` fetches inside stays until the end."""
         return contextlib.nullcontext() if self.residency is None else self.residency.step()
 
-    def store(self, blocks: Sequence[int]) -> Any:
-        """Copy what blocks hold to the second tier, K, V and summaries of every layer; gives what `load` needs."""
-        return self.tier.store(self._rows(blocks))
+    def store(self, blocks: Sequence[int]) -> Stored:
+        """Copy what blocks hold to the second tier, K, V and summaries of every layer that has any."""
+        layers = [layer for layer in range(self.num_layers) if self.k_cache[layer] is not None]
+        return Stored(self.tier.store(self._rows(layers, blocks)), layers)
 
-    def _rows(self, blocks: Sequence[int]) -> Iterator[Tensor]:
+    def _rows(self, layers: Sequence[int], blocks: Sequence[int]) -> Iterator[Tensor]:
         places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        for layer in range(self.num_layers):
+        for layer in layers:
             with self.step():
-                if self.residency is not None and self.k_cache[layer] is not None:
+                if self.residency is not None:
                     self.residency.scan_blocks(layer, blocks)
                 for pool in self.stored(layer) or ():
                     yield pool.index_select(0, places)
 
-    def load(self, handle: Any, blocks: Sequence[int]) -> None:
+    def load(self, stored: Stored, blocks: Sequence[int]) -> None:
         """Bring what was stored into other blocks."""
         places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        rows = self.tier.load(handle)
-        for layer in range(self.num_layers):
+        rows = self.tier.load(stored.handle)
+        for layer in stored.layers:
             with self.step():
                 for pool in self.stored(layer) or ():
                     pool.index_copy_(0, places, next(rows).to(self.device, non_blocking=True))
-                if self.residency is not None and self.k_cache[layer] is not None:
+                if self.residency is not None:
                     self.residency.written(layer, blocks)
+
+    def drop(self, stored: Stored) -> None:
+        """Forget what was stored."""
+        self.tier.drop(stored.handle)
 
 
 def check_int(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:

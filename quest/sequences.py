@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quest import _host
-from quest.pools import Pools, Usage, check_int
+from quest.pools import Pools, Stored, Usage, check_int
 
 Tokens = Sequence[int] | Tensor
 
@@ -44,7 +44,7 @@ class PagedSequences:
         self._sequences = _host.Sequences(pools.blocks)
         for _ in range(batch_size):
             self._sequences.add()
-        self._suspended: dict[int, tuple[Any, int]] = {}  # what the tier gave for them, and their lengths
+        self._suspended: dict[int, tuple[Stored, int]] = {}  # and their lengths
         self._version = 0
         self._last_step = 0  # version of the last `extend` at the rows' ends
         self.block_table = self._int32([])
@@ -155,7 +155,7 @@ class PagedSequences:
         """End a sequence, wherever it is; if it is a row, the rows after it move up."""
         self._check_id("remove", sequence)
         if sequence in self._suspended:
-            self.pools.tier.drop(self._suspended.pop(sequence)[0])
+            self.pools.drop(self._suspended.pop(sequence)[0])
         self._changed((), (), self._sequences.remove(sequence))
         self._refresh()
 
@@ -198,8 +198,8 @@ class PagedSequences:
         """
         self._check_id("suspend", sequence, suspended=False)
         self._mend()
-        handle = self.pools.store(self._sequences.blocks_of(sequence))
-        self._suspended[sequence] = handle, self._sequences.length(sequence)
+        stored = self.pools.store(self._sequences.blocks_of(sequence))
+        self._suspended[sequence] = stored, self._sequences.length(sequence)
         if sequence in self.ids:
             self._sequences.select([i for i in self.ids if i != sequence])
         self._changed((), (), self._sequences.empty(sequence))
@@ -214,17 +214,17 @@ class PagedSequences:
         self._check_id("resume", sequence)
         if sequence not in self._suspended:
             raise ValueError(f"resume: sequence must be suspended, got {sequence}, which is not")
-        handle, length = self._suspended[sequence]
+        stored, length = self._suspended[sequence]
         self.pools.reserve(-(-length // self.config.block_size))
         blocks = self._sequences.fill(sequence, length)
         self._changed((), blocks, ())
         try:
-            self.pools.load(handle, blocks)
+            self.pools.load(stored, blocks)
         except BaseException:
             self._changed((), (), self._sequences.empty(sequence))
             raise
         del self._suspended[sequence]
-        self.pools.tier.drop(handle)
+        self.pools.drop(stored)
 
     # --- prefixes ----------------------------------------------------------------------------------------------------
 

@@ -851,3 +851,22 @@ def test_usage_and_stats_may_be_read_while_a_cache_works(monkeypatch: pytest.Mon
     steps, polls, _ = in_threads(work, watch, watch)
     assert polls > 10
     assert cache.stats.total.steps == steps
+
+
+def test_a_layer_that_begins_while_a_sequence_is_suspended() -> None:
+    """What comes back are the layers that were stored; the layer before them, which had nothing, has nothing of it."""
+    cache = PagedKVCache(2, 2, config=QuestConfig(page_size=4, sink_tokens=4, recent_tokens=4))
+    step = cache.extend([5, 0])
+    key, value = torch.randn(2, 2, 5, 2, 8)
+    cache.append(1, key, value, step)
+    before = [x[:1].clone() for x in cache.dense(1)]
+    a, b = cache.ids
+    cache.suspend(a)
+    step = cache.extend(3)
+    for layer in range(2):
+        cache.append(layer, key[1:, :3], value[1:, :3], step)
+    kept = [x.clone() for x in cache.dense(0)]
+    cache.resume(a)
+    assert all(torch.equal(now, then) for now, then in zip(cache.dense(0), kept))
+    cache.select([a, b])
+    assert all(torch.equal(now[:1], then) for now, then in zip(cache.dense(1), before))
