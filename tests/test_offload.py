@@ -423,7 +423,7 @@ def test_a_file_tier_that_is_full(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("max_bytes", [None, 10_000])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_suspended_sequences_come_back_elsewhere(kind: str, max_bytes: int | None) -> None:
+def test_c36_suspended_sequences_come_back_elsewhere(kind: str, max_bytes: int | None) -> None:
     config, *dims = CONFIGS[kind]
     offload = None if max_bytes is None else Offload(max_bytes=max_bytes)
     make = torch.Generator().manual_seed(0)
