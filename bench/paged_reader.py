@@ -45,6 +45,7 @@ class Paged(Decoder):
         if self._sampled and options["sinks"] is None:
             key, _ = self.cache.paged.dense(layer)
             scale = options["softmax_scale"] or query.shape[-1] ** -0.5
-            dense = logits_of(query.transpose(1, 2).float(), key.float(), scale, options["softcap"]).logsumexp(-1)
+            heads = query if options.get("heads_first") else query.transpose(1, 2)
+            dense = logits_of(heads.float(), key.float(), scale, options["softcap"]).logsumexp(-1)
             self.notes.recall[layer].append((lse[0].T.reshape(dense.shape) - dense).exp().clamp_max(1.0))
         return out, lse
