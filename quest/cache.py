@@ -286,7 +286,6 @@ class PagedKVCache(PagedSequences):
         seen = self.pools.num_overwritten, self._version
         if not (stale := self.pools.stale) or seen == self._mended:
             return
-        self._mended = seen  # marks that are left are of blocks that no sequence here has, or of others' pages
         size, held, done = self.config.block_size, Counter[int](), set[int]()
         for sequence in self._sequences.ids:
             blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)
@@ -299,6 +298,7 @@ class PagedKVCache(PagedSequences):
         # Of a block that isn't full, a sequence of another cache may have more pages.
         done.update(block for block, count in held.items() if count == self.pools.blocks.refs(block))
         stale -= done
+        self._mended = seen  # marks that are left are of blocks that no sequence here has, or of others' pages
 
     def _refresh(self, seq_lens: Any = None) -> None:
         shape = self.block_table.shape

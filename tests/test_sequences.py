@@ -870,3 +870,23 @@ def test_a_layer_that_begins_while_a_sequence_is_suspended() -> None:
     assert all(torch.equal(now, then) for now, then in zip(cache.dense(0), kept))
     cache.select([a, b])
     assert all(torch.equal(now[:1], then) for now, then in zip(cache.dense(1), before))
+
+
+def test_summaries_that_could_not_be_made_are_made_at_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PagedKVCache(1, config=QuestConfig(page_size=4, sink_tokens=4, recent_tokens=4))
+    key, value = torch.randn(2, 1, 8, 2, 8)
+    cache.append(0, key, value, cache.extend(8))
+    low = cache.summaries[0][0]
+    before = low.clone()
+    low.fill_(float("nan"))
+    cache.pools.overwritten(cache._sequences.blocks_of(cache.ids[0]))
+
+    def fail(*args: Any) -> None:
+        raise OSError("the disk fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_summarise", fail)
+        with pytest.raises(OSError, match="the disk fails"):
+            cache.attend(0, torch.randn(1, 1, 4, 8))
+    cache.attend(0, torch.randn(1, 1, 4, 8))
+    assert torch.equal(low, before)
