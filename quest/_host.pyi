@@ -6,7 +6,7 @@ lock, and each costs time by what it names, whatever the size of the pool.
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -298,3 +298,42 @@ class Residency:
     def settle(self) -> None: ...
     @property
     def counts(self) -> ResidencyCounts: ...
+
+Moves = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]
+
+@final
+class Slots:
+    """Which units of K and V have a slot on a device; the others are on the host.
+
+    Moves: units that lost their slots, those slots, which of them are newer than the host's copy; units that got slots,
+    those slots. Copying is the caller's: out first, then in; if it can't, `undo` takes the last call back.
+    """
+
+    @overload
+    def __init__(
+        self, num_blocks: int, *, num_kv_heads: int, units_per_head: int, unit_tokens: int, capacity: int
+    ) -> None: ...
+    @overload
+    def __init__(self, other: Slots) -> None: ...
+    def grow(self, num_blocks: int, /) -> None: ...
+    def units(
+        self, table: tuple[int, int, int], page_idx: int, shape: tuple[int, ...], page_size: int, /
+    ) -> NDArray[np.int64]:
+        """The units of selected pages, each once."""
+
+    def read(self, units: NDArray[np.int64], /) -> Moves | None:
+        """Slots for different units that are read; None if they are more than there are slots: none has moved."""
+
+    def write(self, units: NDArray[np.int64], /) -> tuple[NDArray[np.int64], Moves]:
+        """Slots for units that are written, -1 for those that are to be written on the host."""
+
+    def undo(self) -> None: ...
+    def where(self, units: NDArray[np.int64], /) -> NDArray[np.int64]:
+        """Slots of units, -1 on the host."""
+
+    def forget(self, blocks: Sequence[int], /) -> None:
+        """Blocks hold nothing any more."""
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """hits, misses: units; used, peak: slots."""

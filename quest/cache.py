@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from quest import ops, ops_packed
+from quest import ops
 from quest.config import QuestConfig
-from quest.decode import decode, decode_fetched, decode_packed, op_settings
+from quest.decode import decode, decode_packed, op_settings, refresh
 from quest.offload import Offload, OffloadStats
 from quest.packing import MAX_KEY
 from quest.pools import Pools, check_int
@@ -94,10 +94,11 @@ class PagedKVCache(PagedSequences):
         self._check_step("append", layer, key, value, step)
         if self.pools.packing is not None:
             _check_finite("append", key, step)
-        k_cache, v_cache, *_ = self.pools.layer(layer, key, value)
-        with self.pools.step():
-            if (residency := self.pools.residency) is not None:
-                residency.write(layer, step.block_table, step.lengths, step.num_new.tolist())
+        k_cache, v_cache, *summaries = self.pools.layer(layer, key, value)
+        if (residency := self.pools.residency) is not None:
+            with residency.step():
+                residency.append(layer, key, value, step, summaries)
+        else:
             ops.append(key, value, k_cache, v_cache, step.slot_mapping, check=False)
             self._summarise(layer, step.block_table, step.seq_lens, step.num_new)
         self._stored_step[layer] = step.version
@@ -167,7 +168,7 @@ class PagedKVCache(PagedSequences):
             if self.pools.packing is not None:
                 _check_finite("decode", key, step)
             with residency.step():
-                done = decode_fetched(residency.reader(layer, step, window), tensors, **options)
+                done = residency.decode(layer, tensors, step, **options)
             return done, Call.of(layer, query, pools[0], pools[1], window)
         whole: Callable[..., tuple[Tensor, Tensor]] = decode if self.pools.packing is None else decode_packed
         done = whole(*tensors, **options)
@@ -183,11 +184,10 @@ class PagedKVCache(PagedSequences):
         layer, _, softmax_scale, softcap, window, heads_first = like
         if heads_first:
             query = _tokens_first(query)
-        k_cache, v_cache, *_ = self._stored("decode", layer)
         options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)
         with self.pools.step():
-            self._fetch_all(layer, step.lengths)
-            _, dense = ops.attend(query, k_cache, v_cache, step.block_table, step.seq_lens, **options, check=False)
+            whole = self._whole("decode", layer)
+            _, dense = ops.attend(query, *whole, step.seq_lens, **options, check=False)
         self.stats.record_mass(layer, lse, dense)
 
     def attend(
@@ -235,7 +235,7 @@ class PagedKVCache(PagedSequences):
                 first = [end - again for end, again in zip(ends, redo, strict=True)]
                 residency.hold(self._sequences.to_copy(first, redo))
                 for layer in self._layers():
-                    residency.summarise(layer, self.block_table, ends, redo)
+                    residency.before_refresh(layer, self.block_table, ends, redo)
             self._changed(*self._sequences.crop(ends, redo))
             self._refresh()
             if any(redo):
@@ -248,10 +248,10 @@ class PagedKVCache(PagedSequences):
 
     def dense(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as [batch, num_kv_heads, max(lengths), head_dim], zero beyond a row's length."""
-        k_cache, v_cache, *_ = self._stored("dense", layer)
         with self.pools.step():
-            self._fetch_all(layer, self.lengths)
-            return self._dense(k_cache), self._dense(v_cache)
+            k_cache, v_cache, table = self._whole("dense", layer)
+            rows = table, self.seq_lens, max(self.lengths)
+            return self.pools.gather(k_cache, *rows), self.pools.gather(v_cache, *rows)
 
     @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedKVCache:
@@ -317,31 +317,26 @@ class PagedKVCache(PagedSequences):
         """Layers that have stored keys."""
         return [layer for layer, k_cache in enumerate(self.k_cache) if k_cache is not None]
 
-    def _fetch_all(self, layer: int, lengths: Sequence[int]) -> None:
-        """Have K and V of the rows in memory, if they may be elsewhere."""
-        if (residency := self.pools.residency) is not None:
-            residency.scan(layer, self.block_table, [0] * len(lengths), lengths)
+    def _whole(self, op: str, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V of a layer, and the block table, where all of the rows can be read; inside `step`."""
+        k_cache, v_cache, *_ = self._stored(op, layer)
+        if (residency := self.pools.residency) is None:
+            return k_cache, v_cache, self.block_table
+        return residency.whole(layer, self.block_table, [0] * self.batch_size, self.lengths)
 
     def _summarise(self, layer: int, block_table: Tensor, seq_lens: Tensor, num_new: Tensor) -> None:
         k_cache, _, *summaries = self._stored("summarise", layer)
-        rows = k_cache, *summaries, block_table, seq_lens, num_new
-        with self.pools.step():
-            if (residency := self.pools.residency) is not None:
-                residency.summarise(layer, block_table, seq_lens.tolist(), num_new.tolist())
-            if (packing := self.pools.packing) is None:
-                ops.summarise(*rows, check=False)
-            else:
-                sink_tokens = self.config.layer(layer).sink_tokens
-                ops_packed.pack(*rows, packing=packing, sink_tokens=sink_tokens, check=False)
+        if (residency := self.pools.residency) is None:
+            refresh(k_cache, summaries, block_table, seq_lens, num_new, config=self.config, layer_idx=layer)
+        else:
+            with residency.step():
+                residency.refresh(layer, summaries, block_table, seq_lens, num_new)
 
     def _stored(self, op: str, layer: int) -> tuple[Tensor, ...]:
         check_int(op, "layer", layer, 0, self.num_layers - 1)
         if (pools := self.pools.stored(layer)) is None:
             raise ValueError(f"{op}: layer must have stored keys, got layer {layer}, which has none yet")
         return pools
-
-    def _dense(self, pool: Tensor) -> Tensor:
-        return self.pools.gather(pool, self.block_table, self.seq_lens, max(self.lengths))
 
     def _check_step(self, op: str, layer: int, key: Tensor, value: Tensor, step: Step) -> None:
         check_int(op, "layer", layer, 0, self.num_layers - 1)

@@ -15,6 +15,7 @@ GPU the same op is a few launches, see `quest.gpu`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -29,7 +30,7 @@ from quest.packing import packing_of
 _IS_CPU, _REQUIRES_GRAD = attrgetter("is_cpu"), attrgetter("requires_grad")
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The arguments of `decode` that say what attention is computed."""
 
     softmax_scale: float | None
@@ -80,7 +81,7 @@ def decode(
         out [batch, q_len, num_heads, v_head_dim] in the query's dtype, lse float32 [batch, q_len, num_heads].
     """
     tensors = (query, key, value, k_cache, v_cache, page_min, page_max, block_table, seq_lens, slot_mapping)
-    return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend)
+    return _decode(tensors, config, layer_idx, Options(softmax_scale, softcap, sinks, window), check, backend)
 
 
 def decode_packed(
@@ -113,7 +114,7 @@ def decode_packed(
     The other arguments and what comes back are those of `decode`.
     """
     tensors = (query, key, value, k_cache, v_cache, packed, block_table, seq_lens, slot_mapping)
-    return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend)
+    return _decode(tensors, config, layer_idx, Options(softmax_scale, softcap, sinks, window), check, backend)
 
 
 class Fetch(Protocol):
@@ -143,14 +144,14 @@ def decode_fetched(
     The verbs one by one, for what is selected must be fetched before it is attended to; another backend than "auto" and
     "verbs" has everything fetched.
     """
-    return _decode(tensors, config, layer_idx, _Options(softmax_scale, softcap, sinks, window), check, backend, fetch)
+    return _decode(tensors, config, layer_idx, Options(softmax_scale, softcap, sinks, window), check, backend, fetch)
 
 
 def _decode(
     tensors: tuple[Tensor, ...],
     config: QuestConfig,
     layer_idx: int,
-    options: _Options,
+    options: Options,
     check: bool,
     backend: str,
     fetch: Fetch | None = None,
@@ -162,7 +163,7 @@ def _decode(
             backend = "verbs"
         chosen = backends.choose(backend, query.device)
         if chosen != "cpu" or not _as_usual(tensors, config, layer_idx, options):
-            _check(tensors, config, layer_idx, options)
+            check_decode(tensors, config, layer_idx, options)
         if query.dim() == 3:
             tensors = (*(x.unsqueeze(1) for x in tensors[:3]), *tensors[3:])
         if fetch is not None and chosen != "verbs":
@@ -185,7 +186,7 @@ def _decode(
                 out, lse = _verbs(tensors, config, layer_idx, options, check, fetch)
     except Exception:
         # The op has looked before it wrote. What is wrong with an argument, the checks say better.
-        _check(given, config, layer_idx, options)
+        check_decode(given, config, layer_idx, options)
         raise
     return (out.squeeze(1), lse.squeeze(1)) if query.dim() == 3 else (out, lse)
 
@@ -194,7 +195,7 @@ def _name(tensors: tuple[Tensor, ...]) -> str:
     return "decode" if len(tensors) == 10 else "decode_packed"
 
 
-def _as_usual(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options) -> bool:
+def _as_usual(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: Options) -> bool:
     """A glance at what the op can't see; the checks of every call would cost as much as a short context's attention."""
     if torch.compiler.is_compiling():  # checks cost nothing then, and the op is not there to look
         return False
@@ -224,7 +225,7 @@ def _fits(config: QuestConfig, k_cache: Tensor, summary: Tensor) -> bool:
     return config.summary_bits is None and config.page_size * summary.shape[2] == k_cache.shape[2]
 
 
-def _check(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options) -> None:
+def check_decode(tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: Options) -> None:
     """Raise if an argument is wrong, whatever its values are."""
     query, key, value, k_cache, v_cache, *summaries, block_table, seq_lens, slot_mapping = tensors
     args = Args(_name(tensors))
@@ -263,12 +264,11 @@ def _verbs(
     tensors: tuple[Tensor, ...],
     config: QuestConfig,
     layer_idx: int,
-    options: _Options,
+    options: Options,
     check: bool,
     fetch: Fetch | None,
 ) -> tuple[Tensor, Tensor]:
     query, key, value, k_cache, v_cache, *summaries, block_table, seq_lens, slot_mapping = tensors
-    layer, packing, page_size = config.layer(layer_idx), packing_of(config), config.page_size
     if fetch is not None:
         fetch.before_append()
     ops.append(key, value, k_cache, v_cache, slot_mapping, check=check)
@@ -276,40 +276,74 @@ def _verbs(
     q_len = query.shape[1]
     stores = slot_mapping.reshape(len(seq_lens), q_len) >= 0
     num_new = stores.any(1).int() * q_len  # a row that stores nothing is left alone
-    if packing is None:
-        page_min, page_max = summaries
-        ops.summarise(k_cache, page_min, page_max, block_table, seq_lens, num_new, check=check)
-    else:
-        (packed,) = summaries
-        sink_tokens = layer.sink_tokens
-        ops_packed.pack(
-            k_cache, packed, block_table, seq_lens, num_new, packing=packing, sink_tokens=sink_tokens, check=check
-        )
+    which: dict[str, Any] = dict(config=config, layer_idx=layer_idx, check=check)
+    refresh(k_cache, summaries, block_table, seq_lens, num_new, **which)
 
-    softmax_scale, softcap, sinks, window = options
-    seen: dict[str, Any] = dict(window=window, check=check)
     page_idx = None
-    if not layer.dense:
-        agree: dict[str, Any] = dict(softmax_scale=softmax_scale, slack=layer.slack, group_rule=layer.group_rule)
-        forced: dict[str, Any] = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
-        forced["budget"] = layer.budget
-        if packing is None:
-            scores = ops.score(query, page_min, page_max, block_table, seq_lens, page_size=page_size, **agree, **seen)
-        else:
-            agree |= dict(packing=packing, coarse_keep=layer.coarse_keep, coarse_limit=layer.coarse_limit)
-            agree["coarse_slack"] = layer.coarse_slack
-            scores = ops_packed.score_packed(query, k_cache, packed, block_table, seq_lens, **agree, **forced, **seen)
-
-        page_idx, _ = ops.select(scores, seq_lens, page_size=page_size, **forced, **seen)
+    if not config.layer(layer_idx).dense:
+        scored: dict[str, Any] = dict(softmax_scale=options.softmax_scale, window=options.window)
+        page_idx = choose_pages(query, k_cache, summaries, block_table, seq_lens, **which, **scored)
 
     if fetch is not None:
         fetch.before_attend(page_idx)
-    logits: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks)
-    return ops.attend(query, k_cache, v_cache, block_table, seq_lens, page_idx, page_size=page_size, **logits, **seen)
+    logits: dict[str, Any] = options._asdict() | dict(page_size=config.page_size, check=check)
+    return ops.attend(query, k_cache, v_cache, block_table, seq_lens, page_idx, **logits)
+
+
+def refresh(
+    k_cache: Tensor,
+    summaries: Sequence[Tensor],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_new: Tensor,
+    *,
+    config: QuestConfig,
+    layer_idx: int,
+    check: bool = False,
+) -> None:
+    """`summarise` or `pack`, whichever the summaries (page_min and page_max, or packed) need."""
+    rows = k_cache, *summaries, block_table, seq_lens, num_new
+    if (packing := packing_of(config)) is None:
+        ops.summarise(*rows, check=check)
+    else:
+        sink_tokens = config.layer(layer_idx).sink_tokens
+        ops_packed.pack(*rows, packing=packing, sink_tokens=sink_tokens, check=check)
+
+
+def choose_pages(
+    query: Tensor,
+    k_cache: Tensor,
+    summaries: Sequence[Tensor],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    config: QuestConfig,
+    layer_idx: int,
+    softmax_scale: float | None,
+    window: int | None,
+    check: bool = False,
+) -> Tensor:
+    """`score` or `score_packed`, then `select`: page_idx."""
+    layer = config.layer(layer_idx)
+    seen: dict[str, Any] = dict(window=window, check=check)
+    agree: dict[str, Any] = dict(softmax_scale=softmax_scale, slack=layer.slack, group_rule=layer.group_rule)
+    forced: dict[str, Any] = dict(sink_tokens=layer.sink_tokens, recent_tokens=layer.recent_tokens)
+    forced["budget"] = layer.budget
+    if (packing := packing_of(config)) is None:
+        page_min, page_max = summaries
+        scores = ops.score(
+            query, page_min, page_max, block_table, seq_lens, page_size=config.page_size, **agree, **seen
+        )
+    else:
+        agree |= dict(packing=packing, coarse_keep=layer.coarse_keep, coarse_limit=layer.coarse_limit)
+        agree["coarse_slack"] = layer.coarse_slack
+        (packed,) = summaries
+        scores = ops_packed.score_packed(query, k_cache, packed, block_table, seq_lens, **agree, **forced, **seen)
+    return ops.select(scores, seq_lens, page_size=config.page_size, **forced, **seen)[0]
 
 
 def _fused(
-    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: _Options, check: bool
+    tensors: tuple[Tensor, ...], config: QuestConfig, layer_idx: int, options: Options, check: bool
 ) -> tuple[Tensor, Tensor]:
     settings = op_settings(tensors[0], tensors[-3], config, layer_idx, *options, check)
     op = torch.ops.quest.decode if len(tensors) == 10 else torch.ops.quest.decode_packed

@@ -17,7 +17,8 @@ __all__ = ["FileTier", "HostTier", "Offload", "OffloadStats"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Keep at most `max_bytes` of K and V in memory, the rest in files; all summaries stay in memory (CPU caches).
+    """Keep at most `max_bytes` of K and V in a cache's memory, the rest in a second tier: files for a cache on the CPU
+    (under Linux), the host's memory, pinned, for one on a GPU. All summaries stay in the first.
 
     A step fetches what its selection names; what was read lately or often stays. All that a layer's step reads is in
     memory at once, so a dense read, of a dense layer or of a prompt, goes beyond `max_bytes` until its layer is done,
@@ -25,8 +26,8 @@ class Offload:
 
     Args:
         directory: where the files are, which have no name there and so leave nothing behind; the system's folder for
-            temporary files if None. In a folder that is memory itself (tmpfs) they free none.
-        max_bytes: of all layers together.
+            temporary files if None. In a folder that is memory itself (tmpfs) they free none. None for a GPU.
+        max_bytes: of all layers together. On a GPU each has an equal share, which is allocated with its first keys.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
@@ -56,8 +57,8 @@ class OffloadStats:
     """What `Offload` has moved so far. A unit is a few tokens of one KV head, whose K and V move together.
 
     Attributes:
-        hits, misses: units that steps read and that were in memory, or not.
-        bytes_in, bytes_out: read from files, written to them.
+        hits, misses: units that steps selected and that were in memory, or not.
+        bytes_in, bytes_out: moved from the second tier, and to it.
         resident_bytes: K and V in memory, of all layers; `peak_resident_bytes` the most so far.
         max_bytes: the budget.
     """
@@ -78,7 +79,7 @@ class OffloadStats:
     def __str__(self) -> str:
         return (
             f"{self.hit_rate:.1%} of {self.hits + self.misses:,} units were in memory; {self.bytes_in / 1e6:,.1f} MB "
-            f"read from files, {self.bytes_out / 1e6:,.1f} MB written; {self.resident_bytes / 1e6:,.1f} MB of K and V "
+            f"brought in, {self.bytes_out / 1e6:,.1f} MB moved out; {self.resident_bytes / 1e6:,.1f} MB of K and V "
             f"in memory (most {self.peak_resident_bytes / 1e6:,.1f}, budget {self.max_bytes / 1e6:,.1f})"
         )
 

@@ -19,6 +19,7 @@ from quest.config import QuestConfig
 from quest.offload import FileTier, HostTier, Offload
 from quest.packing import packing_of
 from quest.residency import Residency
+from quest.slots import SlotResidency
 
 __all__ = ["Pools", "Usage"]
 
@@ -105,8 +106,8 @@ class Pools:
         max_blocks: blocks to grow to; None: as many as are needed.
         watermark: blocks that new sequences leave free (`PagedKVCache.admits`).
         device: where the pools live.
-        offload: keep K and V within a budget, the rest in files; a CPU's only. Without it, and on a GPU, sequences can
-            still be suspended: to files, and to the host's memory.
+        offload: keep K and V within a budget, the rest in files, or for pools on a GPU in the host's memory. Sequences
+            can be suspended there without it too.
 
     Attributes:
         k_cache, v_cache, summaries: as in `PagedKVCache`.
@@ -220,7 +221,12 @@ class Pools:
         """Say that K and V of blocks were written past the cache, by a transfer or an engine's own kernel.
 
         Their summaries are made anew before they are scored. With `offload` all of a block counts as written.
+
+        Raises:
+            ValueError: with `offload` on a GPU, where K and V have no place that others could know.
         """
+        if isinstance(self.residency, SlotResidency):
+            raise ValueError(f"overwritten: K and V must lie in the pools, with offload on {self.device} they don't")
         named = list(blocks)
         for block in named:
             check_int("overwritten", "blocks", block, 0, self.blocks.num_blocks - 1)
@@ -259,7 +265,7 @@ class Pools:
         if self.residency is None:
             made = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes]
         else:
-            summaries = [empty((num_blocks, num_kv_heads, *shape), dtype) for shape in shapes[2:]]
+            summaries = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes[2:]]
             made = [*self.residency.create(layer, num_blocks, num_kv_heads, (head_dim, v_head_dim), dtype), *summaries]
         if self.packing is not None:
             made.append(empty((num_blocks, num_kv_heads, self.packing.num_bytes(head_dim)), torch.uint8, self.device))
@@ -305,17 +311,19 @@ class Pools:
 
     # --- the second tier ---------------------------------------------------------------------------------------------
 
-    def _second_tier(self, num_layers: int, offload: Offload | None) -> tuple[Residency | None, FileTier | HostTier]:
+    def _second_tier(
+        self, num_layers: int, offload: Offload | None
+    ) -> tuple[Residency | SlotResidency | None, FileTier | HostTier]:
+        on_cpu = self.device.type == "cpu"
         if offload is None:
-            return None, FileTier() if self.device.type == "cpu" else HostTier()
+            return None, FileTier() if on_cpu else HostTier()
         if not isinstance(offload, Offload):
             raise TypeError(f"Pools: offload must be an Offload or None, got {type(offload).__name__}")
-        if self.device.type != "cpu":
-            raise ValueError(
-                f"Pools: offload must be None on {self.device}, where whole sequences can be suspended to the host's "
-                "memory, but not parts of them"
-            )
-        return Residency(num_layers, self.config, offload), FileTier(offload.directory)
+        if on_cpu:
+            return Residency(num_layers, self.config, offload), FileTier(offload.directory)
+        if self.device.type != "cuda":
+            raise ValueError(f"Pools: offload must be None on {self.device}, it needs a CPU or a CUDA device")
+        return SlotResidency(num_layers, self.config, offload, self.device), HostTier()
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """What `residency` fetches inside stays until the end."""
@@ -330,9 +338,12 @@ class Pools:
         places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
         for layer in layers:
             with self.step():
-                if self.residency is not None:
-                    self.residency.scan_blocks(layer, blocks)
-                for pool in self.stored(layer) or ():
+                k_cache, v_cache, *summaries = self.stored(layer) or ()
+                if self.residency is None:
+                    summaries = [k_cache, v_cache, *summaries]
+                else:
+                    yield from self.residency.take_out(layer, blocks)
+                for pool in summaries:
                     yield pool.index_select(0, places)
 
     def load(self, stored: Stored, blocks: Sequence[int]) -> None:
@@ -341,10 +352,13 @@ class Pools:
         rows = self.tier.load(stored.handle)
         for layer in stored.layers:
             with self.step():
-                for pool in self.stored(layer) or ():
+                k_cache, v_cache, *summaries = self.stored(layer) or ()
+                if self.residency is None:
+                    summaries = [k_cache, v_cache, *summaries]
+                else:
+                    self.residency.put_in(layer, blocks, [next(rows), next(rows)])
+                for pool in summaries:
                     pool.index_copy_(0, places, next(rows).to(self.device, non_blocking=True))
-                if self.residency is not None:
-                    self.residency.written(layer, blocks)
 
     def drop(self, stored: Stored) -> None:
         """Forget what was stored."""

@@ -18,12 +18,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from quest import _host
+from quest import _host, ops
 from quest.config import QuestConfig
+from quest.decode import decode_fetched, refresh
 from quest.offload import Offload, OffloadStats, unnamed_file
 from quest.packing import packing_of
 
-__all__ = ["Reader", "Residency"]
+__all__ = ["Residency", "first_key"]
 
 PAGE = mmap.PAGESIZE  # bytes
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.11 has no name for it
@@ -59,7 +60,6 @@ class Residency:
         self.num_layers = num_layers
         self.config = config
         self.offload = offload
-        self._packing = packing_of(config)
         self._units = _host.Residency(num_layers, offload.max_bytes)
         self._layers: dict[int, _Layer] = {}
         self._depth = 0
@@ -163,43 +163,42 @@ class Residency:
             if not self._depth:
                 self._units.settle()
 
-    def scan(self, layer: int, block_table: Tensor, first: Sequence[int], lengths: Sequence[int]) -> None:
-        """Positions from `first[b]` to `lengths[b]` of each row are going to be read, whether they are often or not."""
-        self._units.scan(layer, _table(block_table), list(zip(first, lengths, strict=True)))
+    def decode(self, layer: int, tensors: tuple[Tensor, ...], step: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """A step (`quest.sequences.Step`) of a layer; tensors and options are those of `decode_fetched`."""
+        return decode_fetched(_Reader(self, layer, step, options["window"]), tensors, **options)
 
-    def scan_blocks(self, layer: int, blocks: Sequence[int]) -> None:
-        table = torch.tensor([blocks], dtype=torch.int32)
-        self.scan(layer, table, [0], [len(blocks) * self.config.block_size])
+    def append(self, layer: int, key: Tensor, value: Tensor, step: Any, summaries: Sequence[Tensor]) -> None:
+        """Store a step's new keys and values, and refresh the summaries."""
+        self._write(layer, step)
+        k_cache, v_cache = self._layers[layer].pools
+        ops.append(key, value, k_cache, v_cache, step.slot_mapping, check=False)
+        self.refresh(layer, summaries, step.block_table, step.seq_lens, step.num_new)
 
-    def reader(self, layer: int, step: Any, window: int | None = None) -> Reader:
-        """For a decode step (`quest.sequences.Step`) of a layer."""
-        return Reader(self, layer, step, window)
+    def refresh(
+        self, layer: int, summaries: Sequence[Tensor], block_table: Tensor, seq_lens: Tensor, num_new: Tensor
+    ) -> None:
+        """Make the summaries of the last `num_new[b]` tokens of each row anew."""
+        self.before_refresh(layer, block_table, seq_lens.tolist(), num_new.tolist())
+        k_cache, _ = self._layers[layer].pools
+        refresh(k_cache, summaries, block_table, seq_lens, num_new, config=self.config, layer_idx=layer)
 
-    def summarise(self, layer: int, block_table: Tensor, lengths: Sequence[int], num_new: Sequence[int]) -> None:
-        """Pages of the last `num_new[b]` tokens of each row are going to be summarised."""
-        first = [self._first_key(length, count, 0) for length, count in zip(lengths, num_new, strict=True)]
+    def before_refresh(self, layer: int, block_table: Tensor, lengths: Sequence[int], num_new: Sequence[int]) -> None:
+        """Do what may fail of a `refresh`, inside `step`."""
+        first = [first_key(self.config, length, count) for length, count in zip(lengths, num_new, strict=True)]
         self._units.read(layer, _table(block_table), list(zip(first, lengths, strict=True)))
 
-    def write(self, layer: int, block_table: Tensor, lengths: Sequence[int], num_new: Sequence[int]) -> None:
-        """The last `num_new[b]` tokens of each row are going to be written."""
-        rows = [(length - count, length) for length, count in zip(lengths, num_new, strict=True)]
-        self._units.write(layer, _table(block_table), rows)
+    def whole(
+        self, layer: int, block_table: Tensor, first: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """K and V where positions `first[b]` to `lengths[b]` of each row can be read, and a block table for them."""
+        self._units.scan(layer, _table(block_table), list(zip(first, lengths, strict=True)))
+        return *self._layers[layer].pools, block_table  # type: ignore[return-value]
 
-    def _first_key(self, length: int, num_new: int, scored: int) -> int:
-        """The first position whose key is read when the last `num_new` tokens are summarised and the last `scored` ones
-        scored (0: there is no scoring)."""
-        packing, before = self._packing, max(0, length - num_new)
-        if packing is None:  # the pages that they lie in
-            return before // self.config.page_size * self.config.page_size if num_new else length
-        group, block = packing.group_size, packing.block_size
-        first = length
-        if num_new and length // group > before // group:  # a group is full: its block is packed
-            first = before // group * group // block * block
-        if scored == 1:  # pages after the last full group have no codes
-            first = min(first, length // group * group)
-        elif scored:  # codes of a block that the step goes on filling are not used
-            first = min(first, max(0, length - scored) // block * block)
-        return first
+    def _write(self, layer: int, step: Any) -> None:
+        """The step's new tokens are going to be written."""
+        counts = step.num_new.tolist()
+        rows = [(length - count, length) for length, count in zip(step.lengths, counts, strict=True)]
+        self._units.write(layer, _table(step.block_table), rows)
 
     # --- whole blocks ------------------------------------------------------------------------------------------------
 
@@ -215,13 +214,25 @@ class Residency:
         """All of these blocks was written."""
         self._units.written(layer, blocks)
 
+    def take_out(self, layer: int, blocks: Sequence[int]) -> tuple[Tensor, ...]:
+        """A copy of what blocks hold, K and V [blocks, num_kv_heads, block_size, head_dim]."""
+        table = torch.tensor([blocks], dtype=torch.int32)
+        k_cache, v_cache, _ = self.whole(layer, table, [0], [len(blocks) * self.config.block_size])
+        return tuple(pool.index_select(0, table[0]) for pool in (k_cache, v_cache))
+
+    def put_in(self, layer: int, blocks: Sequence[int], rows: Sequence[Tensor]) -> None:
+        """Write whole blocks, K and V as `take_out` gives them."""
+        for pool, part in zip(self._layers[layer].pools, rows, strict=True):
+            pool.index_copy_(0, torch.tensor(blocks, dtype=torch.int64), part)
+        self.written(layer, blocks)
+
     def forget(self, blocks: Sequence[int]) -> None:
         """These blocks hold nothing any more; their memory is given back, and nothing of them is moved."""
         self._units.forget(blocks)
 
 
 @dataclass(frozen=True)
-class Reader:
+class _Reader:
     """Fetches what a decode step of a layer needs, when `quest.decode` comes to it."""
 
     residency: Residency
@@ -231,12 +242,11 @@ class Reader:
 
     def before_append(self) -> None:
         step, q_len = self.step, self.step.slot_mapping.shape[1]
-        counts = step.num_new.tolist()
-        self.residency.write(self.layer, step.block_table, step.lengths, counts)
+        self.residency._write(self.layer, step)
         # A row that stores anything is summarised from its last q_len places on.
         rows = [
-            (self.residency._first_key(length, q_len if count else 0, q_len), length)
-            for length, count in zip(step.lengths, counts, strict=True)
+            (first_key(self.residency.config, length, q_len if count else 0, q_len), length)
+            for length, count in zip(step.lengths, step.num_new.tolist(), strict=True)
         ]
         self.residency._units.read(self.layer, _table(step.block_table), rows)
 
@@ -247,11 +257,28 @@ class Reader:
             q_len = step.slot_mapping.shape[1]
             seen = max(step.lengths) if self.window is None else self.window + q_len - 1
             first = [max(0, length - seen) for length in step.lengths]
-            self.residency.scan(self.layer, step.block_table, first, step.lengths)
+            self.residency.whole(self.layer, step.block_table, first, step.lengths)
         else:
             page_idx = page_idx.contiguous()
             shape, page_size = tuple(page_idx.shape), self.residency.config.page_size
             self.residency._units.read_pages(self.layer, table, page_idx.data_ptr(), shape, page_size)
+
+
+def first_key(config: QuestConfig, length: int, num_new: int, scored: int = 0) -> int:
+    """The first position whose key is read when the last `num_new` tokens are summarised and the last `scored` ones
+    scored (0: there is no scoring)."""
+    packing, before = packing_of(config), max(0, length - num_new)
+    if packing is None:  # the pages that they lie in
+        return before // config.page_size * config.page_size if num_new else length
+    group, block = packing.group_size, packing.block_size
+    first = length
+    if num_new and length // group > before // group:  # a group is full: its block is packed
+        first = before // group * group // block * block
+    if scored == 1:  # pages after the last full group have no codes
+        first = min(first, length // group * group)
+    elif scored:  # codes of a block that the step goes on filling are not used
+        first = min(first, max(0, length - scored) // block * block)
+    return first
 
 
 def _table(block_table: Tensor) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 ARCHS = (80, 90, 100, 120)
-TRITON_VERBS = ("append", "pack", "score", "score_packed", "select", "attend", "merge")
+TRITON_VERBS = ("append", "pack", "score", "score_packed", "select", "attend", "merge", "move")
 
 
 class Row(NamedTuple):

@@ -1,4 +1,7 @@
-"""A cache with `Offload` against the same one without: all equal, whatever is in memory and whatever fails."""
+"""A cache with `Offload` against the same one without: all equal, whatever is in memory and whatever fails.
+
+What a GPU's cache does (`quest.slots`) is tested here on the CPU's tensors: "slots".
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from quest import Offload, PagedKVCache, QuestConfig
 from quest.offload import FileTier, HostTier
+from quest.slots import SlotResidency
 
 HEADS, QUERY_HEADS = 2, 4
 
@@ -30,6 +34,20 @@ CONFIGS = {  # units of 16 to 64 tokens, and of whole blocks
     "per head": (QuestConfig.paper(dense_layers=(1,), budget=64), 64, 64),
     "codes of pages": (QuestConfig(page_size=4, summary_bits=4, coarse_size=16, budget=64), 32, 32),
 }
+
+
+@pytest.fixture(params=["files", "slots"], autouse=True)
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where K and V are that are not in memory; tests marked `files` are about files only."""
+    if request.param == "slots":
+        if request.node.get_closest_marker("files"):
+            pytest.skip("is about files")
+        monkeypatch.setattr("quest.pools.Residency", slots_on_cpu)
+    return request.param
+
+
+def slots_on_cpu(num_layers: int, config: QuestConfig, offload: Offload) -> SlotResidency:
+    return SlotResidency(num_layers, config, offload, torch.device("cpu"))
 
 
 class Pair:

@@ -3,6 +3,7 @@
 from .append import append, append_summarise, summarise
 from .attend import attend
 from .merge import merge
+from .move import move
 from .pack import pack, pack_new
 from .score import score
 from .score_packed import score_packed, select_packed
@@ -13,6 +14,7 @@ __all__ = [
     "append_summarise",
     "attend",
     "merge",
+    "move",
     "pack",
     "pack_new",
     "score",

@@ -7,5 +7,6 @@ namespace quest_host {
 
 void bind_blocks(pybind11::module_& module);
 void bind_residency(pybind11::module_& module);
+void bind_slots(pybind11::module_& module);
 
 }  // namespace quest_host
