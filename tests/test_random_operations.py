@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quest import Offload, OutOfBlocks, PagedKVCache, QuestConfig
+from quest.slots import SlotResidency
 
 LAYERS, HEADS, DIM, V_DIM = 2, 2, 8, 16
 STATES = 4093  # a token's K and V follow from the tokens up to it, by a hash of so many values
@@ -178,7 +179,7 @@ class World:
     def overwrite(self) -> None:
         """A transfer writes a block's K and V, and no summary."""
         sequence = self.somebody([i for i in self.cache.ids if self.sequences[i].tokens])
-        if sequence is None or self.cache.k_cache[0] is None:
+        if sequence is None or self.cache.k_cache[0] is None or isinstance(self.cache.pools.residency, SlotResidency):
             return
         size = self.cache.config.block_size
         block = self.random.choice(self.cache._sequences.blocks_of(sequence))
@@ -259,18 +260,23 @@ class World:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("offloaded", [False, True], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("tier", [None, "files", "slots"])
 @pytest.mark.parametrize("config", [PAGES, PACKED], ids=["pages", "packed"])
-def test_random_operations(config: QuestConfig, offloaded: bool, seed: int, tmp_path: Path) -> None:
+def test_random_operations(
+    config: QuestConfig, tier: str | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(seed)
-    offload = Offload(tmp_path, max_bytes=20_000) if offloaded else None
+    offload = None if tier is None else Offload(tmp_path if tier == "files" else None, max_bytes=20_000)
+    if tier == "slots":  # what a cache on a GPU does
+        on_cpu = lambda *args: SlotResidency(*args, torch.device("cpu"))  # noqa: E731
+        monkeypatch.setattr("quest.pools.Residency", on_cpu)
     world = World(config, 16, offload, seed)
     world.run(3000, 25)
     wanted = {"extend", "copy", "fork", "crop", "free", "remove", "select", "suspend", "resume", "remember"}
     wanted |= {"prefix hit", "overwrite", "out of blocks"}
     assert all(world.counts[kind] >= 5 for kind in wanted), world.counts
     assert world.cache.usage().evicted > 0
-    if offloaded:
+    if offload is not None:
         stats = world.cache.offload_stats
         assert stats.misses > 100
         assert stats.bytes_in > 0 < stats.bytes_out
