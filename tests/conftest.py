@@ -11,6 +11,7 @@ import torch
 
 import quest
 from quest import backends
+from quest.slots import SlotResidency
 
 gpu_kernels.interpret()
 
@@ -55,6 +56,21 @@ def verbs(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     backends.use_isa(request.param)
     yield quest
     backends.use_isa(None)
+
+
+@pytest.fixture
+def slots_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches with `Offload` on the CPU do what those on a GPU do."""
+    on_cpu = lambda *args: SlotResidency(*args, torch.device("cpu"))  # noqa: E731
+    monkeypatch.setattr("quest.pools.Residency", on_cpu)
+
+
+@pytest.fixture(params=["files", "slots"])
+def tier(request: pytest.FixtureRequest) -> str:
+    """Where K and V are that are not in the memory of a cache with `Offload`."""
+    if request.param == "slots":
+        request.getfixturevalue("slots_on_cpu")
+    return request.param
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import math
 import os
 import random
 import re
@@ -36,29 +37,23 @@ CONFIGS = {  # units of 16 to 64 tokens, and of whole blocks
 }
 
 
-@pytest.fixture(params=["files", "slots"])
-def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where K and V are that are not in memory."""
-    if request.param == "slots":
-        monkeypatch.setattr("quest.pools.Residency", slots_on_cpu)
-        monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+@pytest.fixture
+def poisoned(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody has written is NaN; that of files is mapped, and zero."""
+
+    def filled(make: Any) -> Any:
+        def empty(*args: Any, **options: Any) -> Tensor:
+            made = make(*args, **options)
+            return made.fill_(math.nan) if made.is_floating_point() else made
+
+        return empty
+
+    if tier == "slots":
+        for owner, name in ((torch, "empty"), (Tensor, "new_empty")):
+            monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
 
 
-def _poisoned(empty: Any) -> Any:
-    """Memory that nobody has written is NaN."""
-
-    def make(*shape: Any, **options: Any) -> Tensor:
-        made = empty(*shape, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    return make
-
-
-both_tiers = pytest.mark.usefixtures("tier")
-
-
-def slots_on_cpu(num_layers: int, config: QuestConfig, offload: Offload) -> SlotResidency:
-    return SlotResidency(num_layers, config, offload, torch.device("cpu"))
+both_tiers = pytest.mark.usefixtures("poisoned")
 
 
 class Pair:

@@ -260,16 +260,15 @@ class World:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("tier", [None, "files", "slots"])
+@pytest.mark.parametrize("tier", [None, "files", "slots"], ids=str)
 @pytest.mark.parametrize("config", [PAGES, PACKED], ids=["pages", "packed"])
 def test_random_operations(
-    config: QuestConfig, tier: str | None, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: QuestConfig, tier: str | None, seed: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     torch.manual_seed(seed)
     offload = None if tier is None else Offload(tmp_path if tier == "files" else None, max_bytes=20_000)
-    if tier == "slots":  # what a cache on a GPU does
-        on_cpu = lambda *args: SlotResidency(*args, torch.device("cpu"))  # noqa: E731
-        monkeypatch.setattr("quest.pools.Residency", on_cpu)
+    if tier == "slots":
+        request.getfixturevalue("slots_on_cpu")
     world = World(config, 16, offload, seed)
     world.run(3000, 25)
     wanted = {"extend", "copy", "fork", "crop", "free", "remove", "select", "suspend", "resume", "remember"}

@@ -6,6 +6,7 @@ That all of it equals a cache whose K and V are in one place is in test_offload.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import gpu_kernels
@@ -24,13 +25,11 @@ from quest._host import Slots
 GPU = [pytest.param(name, marks=pytest.mark.gpu) if name == "device" else name for name in gpu_kernels.NAMES]
 CONFIGS = [QuestConfig(budget=48, block_size=64), QuestConfig(page_size=16, block_size=32, budget=80)]
 HEADS, DIM = 2, 64
+on_cpu = pytest.mark.usefixtures("slots_on_cpu")
 
 
-def slotted(monkeypatch: pytest.MonkeyPatch, config: QuestConfig, max_bytes: int, **sizes: Any) -> PagedKVCache:
-    """A cache on the CPU that does what one on a GPU does."""
-    on_cpu = lambda *args: slots.SlotResidency(*args, torch.device("cpu"))  # noqa: E731
-    monkeypatch.setattr("quest.pools.Residency", on_cpu)
-    return PagedKVCache(2, config=config, offload=Offload(max_bytes=max_bytes), **sizes)
+def offloaded(config: QuestConfig, max_bytes: int, **where: Any) -> PagedKVCache:
+    return PagedKVCache(2, config=config, offload=Offload(max_bytes=max_bytes), **where)
 
 
 def rows(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -147,11 +146,11 @@ def test_kernel_moves_units(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("name", GPU)
 @pytest.mark.parametrize("config", CONFIGS, ids=["codes", "pages"])
-def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, config: QuestConfig) -> None:
+@on_cpu
+def test_kernels_of_a_gpu(name: str, config: QuestConfig) -> None:
     """They never look at the K and V that stand in for the pools, which are NaN."""
     torch.manual_seed(0)
-    few = slotted(monkeypatch, config, 120_000)
-    monkeypatch.undo()
+    few = offloaded(config, 120_000)
     plain = PagedKVCache(1, config=config)
     for q_len in (110, 1, 2, 1):
         steps, new = (few.extend(q_len), plain.extend(q_len)), rows(1, q_len)
@@ -166,9 +165,10 @@ def test_kernels_of_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, config: Qu
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["codes", "pages"])
+@on_cpu
 def test_copies_that_fail_change_nothing(monkeypatch: pytest.MonkeyPatch, config: QuestConfig) -> None:
     torch.manual_seed(0)
-    few = slotted(monkeypatch, config, 120_000)
+    few = offloaded(config, 120_000)
     plain = PagedKVCache(2, config=config)
     new = rows(1, 300)
     for cache in (few, plain):
@@ -201,10 +201,11 @@ def test_copies_that_fail_change_nothing(monkeypatch: pytest.MonkeyPatch, config
     assert all(map(torch.equal, few.dense(0), plain.dense(0)))
 
 
-def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@on_cpu
+def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="directory must be None on cpu, whose second tier is the host's memory, got"):
         slots.SlotResidency(1, CONFIGS[0], Offload(tmp_path, max_bytes=0), torch.device("cpu"))
-    cache = slotted(monkeypatch, CONFIGS[1], 0)
+    cache = offloaded(CONFIGS[1], 0)
     query, key, value = rows(1, 1)
     step = cache.extend(1)
     with pytest.raises(ValueError, match="backend must be auto or verbs with offload on cpu, got 'reference'"):
@@ -228,7 +229,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 def test_c36_copies_are_ordered(config: QuestConfig, dtype: torch.dtype) -> None:
     """Steps on changing streams, with long kernels in flight before and after each, read and leave what they should."""
     torch.manual_seed(0)
-    few = PagedKVCache(2, config=config, device="cuda", offload=Offload(max_bytes=200_000))
+    few = offloaded(config, 200_000, device="cuda")
     plain = PagedKVCache(2, config=config, device="cuda")
     streams = [torch.cuda.Stream() for _ in range(3)]
     for turn in range(200):

@@ -211,9 +211,10 @@ def test_out_of_blocks_loses_nothing() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("config", [PAGES, PACKED], ids=["pages", "packed"])
-def test_offload_changes_no_answer(config: QuestConfig, family: str, tmp_path: Path) -> None:
+def test_offload_changes_no_answer(config: QuestConfig, family: str, tier: str, tmp_path: Path) -> None:
     text = torch.cat([ids(150), ids(150, 1)])
-    limited = QuestCache(model_config(family), config=config, offload=Offload(tmp_path, max_bytes=30_000))
+    offload = Offload(tmp_path if tier == "files" else None, max_bytes=30_000)
+    limited = QuestCache(model_config(family), config=config, offload=offload)
     resident = QuestCache(model_config(family), config=config)
     assert torch.equal(generate(model(family), text, limited, 20), generate(model(family), text, resident, 20))
     stats = limited.paged.offload_stats
@@ -224,11 +225,12 @@ def test_offload_changes_no_answer(config: QuestConfig, family: str, tmp_path: P
         if family == "llama":  # a window that is full can't be cropped
             cache.crop(-30)
     more = torch.cat([text, ids(150, 2)[:, :2].expand(2, 2)], 1)[:, -2:].repeat_interleave(2, 0)
-    assert torch.equal(forward(model(family), more, limited), forward(model(family), more, resident))
+    equal = torch.equal if tier == "files" else torch.allclose  # slots are read in another order
+    assert equal(forward(model(family), more, limited), forward(model(family), more, resident))
 
 
-def test_prefixes_and_sequences_in_offloaded_pools(tmp_path: Path) -> None:
-    loop = Loop(pools(PACKED, offload=Offload(tmp_path, max_bytes=60_000)))
+def test_prefixes_and_sequences_in_offloaded_pools(tier: str, tmp_path: Path) -> None:
+    loop = Loop(pools(PACKED, offload=Offload(tmp_path if tier == "files" else None, max_bytes=60_000)))
     texts = [torch.cat([ids(140), ids(length, length)], 1) for length in (5, 17)]
     a, b = loop.start(texts[0]), loop.start(texts[1])
     for _ in range(3):
