@@ -74,7 +74,7 @@ def report(end: float, tested: dict[str, Any], json: Path | None) -> None:
     import torch
     from rich.console import Console
 
-    from quest.bench import gpu
+    from quest.bench import gpu, gpu_offload
     from quest.bench.machine import describe, write_json
 
     device, console = torch.device("cuda"), Console(width=200)
@@ -91,6 +91,16 @@ def report(end: float, tested: dict[str, Any], json: Path | None) -> None:
         if json is not None:
             write_json(json, machine, rows)
     gpu.show(machine, rows, console)
+    offloaded: list[dict[str, Any]] = []
+    for shape in gpu_offload.shapes():
+        for part in gpu_offload.PARTS:
+            if time.monotonic() < end:
+                offloaded.append(gpu_offload.measure(shape, part, device))
+                torch.cuda.empty_cache()
+    if offloaded:
+        gpu_offload.show(offloaded, console)
+    if json is not None:
+        write_json(json, machine | {"offload": offloaded}, rows)
     if json is not None:
         print(f"wrote {json}")
 

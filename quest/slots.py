@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,10 +55,8 @@ class _Tail(NamedTuple):
 
     blocks: Numbers
     table: NDArray[np.int32]  # block table of the copies, -1 elsewhere
-    kept: tuple[
-        Numbers, Numbers
-    ]  # units whose keys are read again, or that the step fills on; their places in the copy
-    written: tuple[Numbers, Numbers]  # units that the step writes, the oldest first; their places
+    kept: tuple[Numbers, Numbers]  # units that are read again or filled on, and their places in the copies
+    written: tuple[Numbers, Numbers]  # units that the step writes, the oldest first, and their places
     slot_mapping: Numbers  # into the copies
 
 
@@ -144,17 +142,11 @@ class SlotResidency:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         for layer, x in self._layers.items():
-            (k, v), hosts = (pool.clone() for pool in x.on_device), [self._host_memory(*_room(y)) for y in x.on_host]
-            for large, small in zip(hosts, x.on_host, strict=True):
-                large.copy_(small)
-            clone._layers[layer] = _Layer(
-                x.num_kv_heads,
-                _host.Slots(x.slots),
-                (k, v),
-                (hosts[0], hosts[1]),
-                x.slot_of.clone(),
-                x.bytes_in,
-                x.bytes_out,
+            (k, v), (k_host, v_host) = ([pool.clone() for pool in pools] for pools in (x.on_device, x.on_host))
+            if self.device.type == "cuda":
+                k_host, v_host = k_host.pin_memory(), v_host.pin_memory()
+            clone._layers[layer] = replace(
+                x, slots=_host.Slots(x.slots), on_device=(k, v), on_host=(k_host, v_host), slot_of=x.slot_of.clone()
             )
         return clone
 
@@ -460,7 +452,11 @@ class SlotResidency:
 
     def _numbers(self, x: Tensor) -> Any:
         """A tensor's numbers on the host."""
-        return x.numpy() if x.device.type == "cpu" else self._shared(("host", x.dim(), x.dtype), x, x.cpu().numpy)
+        return (
+            x.numpy()
+            if x.device.type == "cpu"
+            else self._shared(("host", x.dim(), x.dtype), x, lambda: x.cpu().numpy())
+        )
 
     def _shared(self, name: Any, source: Tensor, make: Any) -> Any:
         """What is made from a step's tensor, once for all layers."""
@@ -489,7 +485,3 @@ def move(source: Tensor, target: Tensor, places: Tensor) -> None:
 def _scores_keys(packing: Packing, q_len: int, recent_tokens: int) -> bool:
     """Whether `score_packed` looks at keys: pages without codes that are not forced, the new ones of longer steps."""
     return q_len > 1 or forced_pages(0, recent_tokens, packing.page_size)[1] < packing.group_pages
-
-
-def _room(pool: Tensor) -> tuple[int, int, torch.dtype]:
-    return pool.shape[0], pool.shape[2], pool.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 import gpu_kernels
 import pytest
 import torch
+from rich.console import Console
 
 import quest
 from quest import QuestConfig, backends, gpu, packing_of, reference, reference_packed
 from quest.bench import gpu as bench
-from quest.bench import gpu_check
+from quest.bench import gpu_check, gpu_offload
 from quest.bench.shapes import Shape, paged_layers, plain_layers
 
 CUDA = torch.device("cuda")
@@ -146,6 +148,17 @@ def test_benchmark_runs_the_stages_of_the_step(name, preset):
     assert row["flashinfer_ms"] is None or row["flashinfer_ms"] > 0
 
 
+@pytest.mark.usefixtures("slots_on_cpu")
+@pytest.mark.parametrize("preset", ["default", "pages16"])
+def test_benchmark_of_a_part_in_memory(preset):
+    row = gpu_offload.measure(Shape(600, 2, 64, "float32", 4, 2, 32, preset=preset), 4, torch.device("cpu"), steps=3)
+    assert row["max_difference"] < 1e-5
+    assert 0 < row["hit_rate"] < 1
+    assert min(row["ms"], row["all_resident_ms"], row["bytes_in"]) > 0
+    gpu_offload.show([row], console := Console(record=True, file=io.StringIO(), width=200))
+    assert f"{row['hit_rate']:.1%}" in console.export_text()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: it would build, test and measure for minutes")
 def test_gpu_check_without_a_gpu_is_one_sentence():
     script = Path(__file__).parents[1] / "bench/gpu_check.py"
@@ -161,6 +174,7 @@ def test_gpu_check_says_what_does_not_fit_the_time(tmp_path, monkeypatch, capsys
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert written["machine"]["copy_gb_per_s"] == 2000
     assert [row["skipped"] for row in written["rows"]] == ["no time left"] * 18
+    assert written["machine"]["offload"] == []
     assert "copies run at 2,000 GB/s" in capsys.readouterr().out
 
 
