@@ -60,17 +60,27 @@ class PagedKVCache(PagedSequences):
         self._own_pools = True
 
     @classmethod
-    def on(cls, pools: Pools, batch_size: int = 1) -> Self:
-        """A cache on pools that others may use too."""
+    def on(cls, pools: Pools, batch_size: int = 1, *, config: QuestConfig | None = None) -> Self:
+        """A cache on pools that others may use too.
+
+        Args:
+            config: how this one reads, if not as `pools.config` says; its summaries must be the same.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if config is not None:
+            _check_same_summaries(config, pools)
         cache = cls.__new__(cls)
-        cache._lie_on(pools, batch_size)
+        cache._lie_on(pools, batch_size, config)
         return cache
 
-    def _lie_on(self, pools: Pools, batch_size: int) -> None:
+    def _lie_on(self, pools: Pools, batch_size: int, config: QuestConfig | None = None) -> None:
         self._own_pools = False
         check_int("PagedKVCache", "batch_size", batch_size, 0)
         self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
         super().__init__(pools, batch_size)
+        self.config = pools.config if config is None else config
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
         self._op = (torch.ops.quest.decode if pools.packing is None else torch.ops.quest.decode_packed).default
         self._mended = 0, 0  # calls of `overwritten`, and version, of the last time that summaries were made for them
@@ -356,6 +366,18 @@ class PagedKVCache(PagedSequences):
             raise ValueError(
                 f"{op}: key and value must agree in heads and dtype and be on the cache's device {self.device}, got "
                 f"{[*key.shape]} {key.dtype} on {key.device} and {[*value.shape]} {value.dtype} on {value.device}"
+            )
+
+
+def _check_same_summaries(config: QuestConfig, pools: Pools) -> None:
+    for name in ("page_size", "block_size", "summary_bits", "coarse_size"):
+        if (ours := getattr(config, name)) != (theirs := getattr(pools.config, name)):
+            raise ValueError(f"PagedKVCache: config must have the {name} of the pools, {theirs}, got {ours}")
+    for layer in range(pools.num_layers if pools.packing is not None else 0):  # codes leave the sink out
+        ours, theirs = (x.layer(layer).sink_tokens for x in (config, pools.config))
+        if ours != theirs:
+            raise ValueError(
+                f"PagedKVCache: config must have the sink_tokens of the pools, {theirs} in layer {layer}, got {ours}"
             )
 
 

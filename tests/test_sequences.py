@@ -698,6 +698,39 @@ def test_growth_for_one_cache_between_the_layers_of_anothers_step(config: QuestC
         assert all(map(torch.equal, one.dense(layer), cold.dense(layer)))
 
 
+def test_caches_on_the_same_pools_read_each_in_its_way(config: QuestConfig) -> None:
+    """One's tokens, found by another that reads more of them."""
+    text, pools = Text(0), Pools(LAYERS, config=config)
+    one, two = PagedKVCache.on(pools), PagedKVCache.on(pools, config=config.replace(budget=1.0))
+    step = one.extend(200)
+    for layer in range(LAYERS):
+        one.append(layer, text.key[layer, None, :200], text.value[layer, None, :200], step)
+    one.remember(text.ids[:200])
+    assert two.reuse(text.ids[:193]) == 192
+    one.crop(192)
+    query = text.query[:, None, 191:192]
+    for layer in range(LAYERS):
+        dense = quest.attend(query[layer], pools.k_cache[layer], pools.v_cache[layer], two.block_table, two.seq_lens)
+        torch.testing.assert_close(two.attend(layer, query[layer])[0], dense[0])
+        assert not torch.allclose(one.attend(layer, query[layer])[0], dense[0])
+    assert (one.config.budget, two.config.budget) == (config.budget, 1.0)
+
+
+def test_caches_on_the_same_pools_have_the_same_summaries(config: QuestConfig) -> None:
+    pools = Pools(LAYERS, config=config)
+    for change in ({"block_size": 512}, {"page_size": 2, "coarse_size": None, "block_size": 512}):
+        with pytest.raises(
+            ValueError, match=r"PagedKVCache: config must have the (block|page)_size of the pools, \d+, got"
+        ):
+            PagedKVCache.on(pools, config=config.replace(**change))
+    sinks = config.replace(layers={1: {"sink_tokens": 8}})
+    if config.summary_bits is None:
+        PagedKVCache.on(pools, config=sinks)
+    else:
+        with pytest.raises(ValueError, match="must have the sink_tokens of the pools, 4 in layer 1, got 8"):
+            PagedKVCache.on(pools, config=sinks)
+
+
 def test_a_prefix_of_one_cache_is_found_by_another(config: QuestConfig) -> None:
     size, text = config.block_size, Text(0)
     pools = Pools(LAYERS, config=config)

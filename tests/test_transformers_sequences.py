@@ -23,31 +23,43 @@ def pools(config: QuestConfig = PAGES, **options: Any) -> Pools:
     return Pools(LAYERS, config=config, **options)
 
 
-def on(shared: Pools) -> QuestCache:
-    return QuestCache(model_config("llama"), prefix_cache=shared)
+every_family = pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding", "qwen3-hybrid"])
 
 
-def answer(text: Tensor, cache: QuestCache | None = None, new: int = 12, **options: Any) -> list[list[int]]:
+def on(shared: Pools, family: str = "llama") -> QuestCache:
+    return QuestCache(model_config(family), prefix_cache=shared)
+
+
+def answer(
+    text: Tensor,
+    cache: QuestCache | None = None,
+    new: int = 12,
+    *,
+    family: str = "llama",
+    config: QuestConfig = PAGES,
+    **options: Any,
+) -> list[list[int]]:
     """With the prompt; of a cache without a past if none is given."""
-    cold = QuestCache(model_config("llama"), config=PAGES)
-    return generate(model("llama"), text, cold if cache is None else cache, new, **options).tolist()
+    cold = QuestCache(model_config(family), config=config)
+    return generate(model(family), text, cold if cache is None else cache, new, **options).tolist()
 
 
 def ids(length: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
+@every_family
 @pytest.mark.parametrize("config", [PAGES, PACKED], ids=["pages", "packed"])
-def test_a_system_prompt_is_computed_once(config: QuestConfig) -> None:
+def test_a_system_prompt_is_computed_once(config: QuestConfig, family: str) -> None:
     """Of prompts that begin alike, a later one computes only its own tokens, and answers as a cache without a past."""
     shared, system = pools(config), ids(150)
     known = 0
     for seed in (1, 2, 3):
         text = torch.cat([system, ids(11, seed)], 1)
-        cache = on(shared)
+        cache = on(shared, family)
         assert cache.begin(text) == known
-        got = answer(text, cache)
-        assert got == answer(text, QuestCache(model_config("llama"), config=config))
+        got = answer(text, cache, family=family)
+        assert got == answer(text, family=family, config=config)
         assert (cache.remember(torch.tensor(got)) > 0) == (config is PAGES or not known)
         known = 150 // config.block_size * config.block_size
     assert shared.usage().hit_rate > 0.5
@@ -88,12 +100,13 @@ def test_at_least_two_tokens_are_left() -> None:
         cache.remember(text)
 
 
-def test_a_batch_takes_over_what_all_its_rows_find() -> None:
+@every_family
+def test_a_batch_takes_over_what_all_its_rows_find(family: str) -> None:
     shared, system = pools(), ids(4 * PAGE)
     text = torch.cat([system, ids(9, 1)], 1)
-    cache = on(shared)
+    cache = on(shared, family)
     cache.begin(text)
-    answer(text, cache, 1)
+    answer(text, cache, 1, family=family)
     cache.remember(text)
     batch = torch.cat([torch.zeros(2, 3, dtype=torch.long), torch.cat([text, text])], 1)
     batch[1, 3 + 4 * PAGE :] = ids(9, 4)  # the second row differs after the system prompt
@@ -103,7 +116,8 @@ def test_a_batch_takes_over_what_all_its_rows_find() -> None:
     assert cache.begin(batch, mask) == 0
     batch[0, :3] = mask[0, :3] = 0
     assert cache.begin(batch, mask) == 3 + 4 * PAGE
-    assert answer(batch, cache, attention_mask=mask) == answer(batch, attention_mask=mask)
+    options = dict(family=family, attention_mask=mask)
+    assert answer(batch, cache, **options) == answer(batch, **options)
 
 
 def test_a_copy_shares_blocks_until_it_writes() -> None:
@@ -144,8 +158,8 @@ def test_a_cache_that_is_gone_holds_no_blocks() -> None:
 class Loop:
     """A serving loop in small: prompts one by one, then a token of every running sequence at a time."""
 
-    def __init__(self, shared: Pools) -> None:
-        self.cache = on(shared)
+    def __init__(self, shared: Pools, family: str = "llama") -> None:
+        self.cache, self.family = on(shared, family), family
         self.paged = self.cache.open()
         self.tokens: dict[int, list[int]] = {}
 
@@ -153,7 +167,7 @@ class Loop:
         self.paged.select(sequences)
         self.cache.align()
         position = torch.tensor(self.paged.lengths)[:, None] + torch.arange(new.shape[1])
-        logits = forward(model("llama"), new, self.cache, position_ids=position)
+        logits = forward(model(self.family), new, self.cache, position_ids=position)
         for sequence, token in zip(sequences, logits[:, -1].argmax(-1).tolist()):
             self.tokens[sequence].append(token)
 
@@ -170,10 +184,11 @@ class Loop:
         self.forward(sequences, torch.tensor([self.tokens[i][-1:] for i in sequences]))
 
 
+@every_family
 @pytest.mark.parametrize("config", [PAGES, PACKED], ids=["pages", "packed"])
-def test_sequences_come_and_go_between_steps(config: QuestConfig) -> None:
+def test_sequences_come_and_go_between_steps(config: QuestConfig, family: str) -> None:
     """Whatever shares a step with it, a sequence's answer is the one it has alone."""
-    loop, system = Loop(pools(config)), ids(140)
+    loop, system = Loop(pools(config), family), ids(140)
     texts = [torch.cat([system, ids(length, length)], 1) for length in (5, 17, 30, 2)]
     a, b = loop.start(texts[0]), loop.start(texts[1])
     for _ in range(3):
@@ -189,7 +204,7 @@ def test_sequences_come_and_go_between_steps(config: QuestConfig) -> None:
         loop.step([d, b, c])
     for sequence, text in zip((a, b, c, d), texts):
         got = loop.tokens[sequence]
-        assert [text[0].tolist() + got] == answer(text, QuestCache(model_config("llama"), config=config), len(got))
+        assert [text[0].tolist() + got] == answer(text, new=len(got), family=family, config=config)
     usage = loop.paged.usage()
     assert usage.prefix_hits >= 3 * (140 // config.block_size * config.block_size)
     assert usage.used < usage.num_blocks
@@ -246,6 +261,41 @@ def test_prefixes_and_sequences_in_offloaded_pools(tier: str, tmp_path: Path) ->
     assert loop.paged.offload_stats.bytes_out > 0
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral-sliding"])
+def test_a_window_is_read_as_by_sliding_layers(family: str) -> None:
+    """Logits of steps, and what is read of a sliding layer: its window, densely, however small the budget is."""
+    text, cache = ids(60), on(pools(), family)
+    plain = QuestCache(model_config(family), config=PAGES)
+    for part in (text[:, :40], text[:, 40:45], text[:, 45:46], text[:, 46:47], text[:, 47:]):
+        torch.testing.assert_close(forward(model(family), part, cache), forward(model(family), part, plain))
+    cache.stats.reset()
+    forward(model(family), ids(1, 7), cache)
+    assert (
+        cache.stats.layers[0].bytes.total == 12 * 2 * 2 * 8 * 4
+    )  # tokens of the window, K and V, heads, channels, float32
+    cache.crop(-30)  # also into a window that was full
+    plain = QuestCache(model_config(family), config=PAGES)
+    forward(model(family), text[:, :31], plain)
+    more = ids(3, 9)
+    torch.testing.assert_close(forward(model(family), more, cache), forward(model(family), more, plain))
+
+
+def test_layers_that_see_chunks_or_have_a_state_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    chunked = transformers.Llama4TextConfig(
+        num_hidden_layers=3, layer_types=["chunked_attention"] * 2 + ["full_attention"]
+    )
+    with pytest.raises(ValueError, match=r"prefix_cache needs a cache whose layers all keep every token, got Dynamic"):
+        QuestCache(chunked, prefix_cache=pools())
+    if hasattr(transformers.cache_utils, "LinearAttentionLayer"):
+        config = transformers.Lfm2Config(num_hidden_layers=3, layer_types=["conv", "full_attention", "full_attention"])
+        with pytest.raises(ValueError, match=r"layers all keep every token, got LinearAttentionLayer$"):
+            QuestCache(config, prefix_cache=pools())
+    alone = QuestCache(model_config("gemma3"))
+    with pytest.raises(ValueError, match=r"got DynamicSlidingWindowLayer: give QuestCache a prefix_cache, and they do"):
+        alone.begin(ids(9))
+
+
 def test_bad_arguments(tmp_path: Path) -> None:
     shared = pools()
     with pytest.raises(TypeError, match=r"QuestCache: prefix_cache must be quest.Pools, got int"):
@@ -254,8 +304,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
         QuestCache(model_config("llama"), config=PACKED, prefix_cache=shared)
     with pytest.raises(ValueError, match=r"prefix_cache must have the model's 3 layers, got 2"):
         QuestCache(model_config("llama"), prefix_cache=Pools(2))
-    with pytest.raises(ValueError, match=r"prefix_cache needs a model whose layers all keep every token, got Dynamic"):
-        QuestCache(model_config("gemma3"), prefix_cache=shared)
     with pytest.raises(TypeError, match=r"QuestCache: offload must be an Offload or None, got str"):
         QuestCache(model_config("llama"), offload="/tmp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"QuestCache: offload must be None together with prefix_cache"):

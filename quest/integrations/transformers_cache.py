@@ -1,4 +1,4 @@
-"""`QuestCache`: a transformers cache whose full-attention layers live in one `PagedKVCache`."""
+"""`QuestCache`: a transformers cache whose layers with full attention live in one `PagedKVCache`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
@@ -24,7 +24,8 @@ class QuestCache(Cache):
 
     With `attn_implementation="quest"` prompts are read densely and decode steps sparsely, as `config` says. With any
     other attention implementation it is a (slower) dense cache. Layers that the model marks as sliding, linear,
-    shared or otherwise special keep transformers' own cache layers.
+    shared or otherwise special keep transformers' own cache layers; but with `prefix_cache` sliding ones are paged too,
+    and keep the tokens that have left their window: a prefix may end anywhere. They read their window densely.
 
     Args:
         model_config: the model's config.
@@ -75,9 +76,14 @@ class QuestCache(Cache):
                 raise ValueError("QuestCache: offload must be None together with prefix_cache: give it to the pools")
             self._check_pools(prefix_cache, config, len(layers))
             config = prefix_cache.config
-        self.store = Store(len(layers), QuestConfig() if config is None else config, prefix_cache, offload)
+        config = QuestConfig() if config is None else config
+        windows = {} if prefix_cache is None else _windows(model_config, layers)
+        if windows:
+            config = config.replace(layers={**config.layers, **{i: {"dense": True} for i in windows}})
+        self.store = Store(len(layers), config, prefix_cache, offload)
+        paged = [type(layer) is DynamicLayer or i in windows for i, layer in enumerate(layers)]
         super().__init__(
-            layers=[QuestLayer(i, self.store) if type(x) is DynamicLayer else x for i, x in enumerate(layers)]
+            layers=[QuestLayer(i, self.store, windows.get(i)) if paged[i] else x for i, x in enumerate(layers)]
         )
         if prefix_cache is not None:
             self._check_all_paged("QuestCache", "prefix_cache")
@@ -94,11 +100,12 @@ class QuestCache(Cache):
             )
 
     def _check_all_paged(self, op: str, what: str) -> None:
-        others = {type(layer).__name__ for layer in self.layers if not isinstance(layer, QuestLayer)}
+        others = {type(layer) for layer in self.layers if not isinstance(layer, QuestLayer)}
         if others:
-            raise ValueError(
-                f"{op}: {what} needs a model whose layers all keep every token, got {', '.join(sorted(others))}"
-            )
+            names = ", ".join(sorted(other.__name__ for other in others))
+            if self.store.pools is None and others == {DynamicSlidingWindowLayer}:
+                names += ": give QuestCache a prefix_cache, and they do"
+            raise ValueError(f"{op}: {what} needs a cache whose layers all keep every token, got {names}")
 
     # --- prefixes and sequences --------------------------------------------------------------------------------------
 
@@ -267,6 +274,20 @@ class QuestCache(Cache):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         for layer in self.layers:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+
+def _windows(model_config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int]:
+    """Tokens that sliding layers see, by layer. Layers that see chunks have the same class, but no window."""
+    text_config = model_config.get_text_config(decoder=True)
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is None:
+        chunked = getattr(text_config, "sliding_window", None) is None
+        kinds = ["chunked_attention" if chunked else "sliding_attention"] * len(layers)
+    return {
+        i: layer.sliding_window
+        for i, (layer, kind) in enumerate(zip(layers, kinds, strict=True))
+        if type(layer) is DynamicSlidingWindowLayer and kind == "sliding_attention"
+    }
 
 
 def _prompt(op: str, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:

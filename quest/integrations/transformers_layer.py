@@ -1,4 +1,4 @@
-"""A full-attention layer of a `QuestCache`, and the K and V that its `update` gives back.
+"""A paged layer of a `QuestCache`, and the K and V that its `update` gives back.
 
 A forward pass calls `update(key, value)` and then the attention function. `update` gives back K and V as a
 `DynamicLayer` would, but lazily: the attention function of this package finds the layer behind them and reads pages;
@@ -25,15 +25,20 @@ MAX_DRAFT_TOKENS = 64  # with past recording, as in assisted decoding, more new 
 
 
 class QuestLayer(CacheLayerMixin):
-    """One full-attention layer of a `QuestCache`. Rows, lengths and pads belong to the cache: crop it, not a layer."""
+    """A layer of a `QuestCache` with all its tokens. Rows, lengths and pads belong to the cache: crop it, not a layer.
+
+    Args:
+        window: how many tokens its attention sees, whatever the attention function is told; None: as it is told.
+    """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, index: int, store: Store) -> None:
+    def __init__(self, index: int, store: Store, window: int | None = None) -> None:
         self.index = index
         self.store = store
+        self.window = window
         self.columns = 0  # stored columns, padding included
         self.pending: tuple[Tensor, Tensor] | None = None  # K and V of the columns after those
         self.record_past = False
@@ -86,6 +91,7 @@ class QuestLayer(CacheLayerMixin):
             ValueError: the mask hides a stored token, or is a bias: selection does not know it.
         """
         q_len, store, start = query.shape[2], self.store, self.columns
+        window = self.window or window
         if q_len > 1 and not (self.record_past and start and q_len <= MAX_DRAFT_TOKENS):
             return None
         if self.pending is None:  # K and V of another layer, which has stored them and whose mask was looked at
@@ -94,7 +100,7 @@ class QuestLayer(CacheLayerMixin):
             return out
         key, value = self.pending
         real = None if mask is None else self._real(mask)
-        if window is not None and (real is not None or store.real is not None):
+        if window is not None and not (real is None and store.left_padded):
             return None  # a window is counted in columns, the pages in tokens
         if mask is not None and not store.knows(mask, window, start):
             if not is_plain(mask[..., : start + q_len], window, store.real, real, start):
@@ -128,6 +134,7 @@ class QuestLayer(CacheLayerMixin):
             `causal`) none at all, and as many columns as queries.
         """
         q_len, given = query.shape[2], self.pending if not self.columns else None
+        window = self.window or window
         self.settle(self._real(mask))
         k, v = given or self.states()
         columns, real = k.shape[2], self.store.real

@@ -25,6 +25,7 @@ class Store:
         paged: the tokens; None before the first ones. Padding is never stored.
         stats: those of `paged`, and of its predecessors if the store was cleared.
         columns: columns handed out, padding included.
+        left_padded: no row has padding after a token: the last columns of a row are its last tokens.
         epoch: counts the changes that reorder or remove columns.
     """
 
@@ -47,6 +48,7 @@ class Store:
         self.columns = 0
         self._changed()
         self._real: Tensor | None = None  # [batch, at least columns] bool, False for padding; None while there is none
+        self.left_padded = True
 
     def open(self, batch_size: int, device: torch.device) -> PagedKVCache:
         """`paged`, with so many rows if it is new."""
@@ -55,7 +57,7 @@ class Store:
                 options: dict[str, Any] = dict(config=self.config, device=device, offload=self.offload)
                 self.paged = PagedKVCache(self.num_layers, batch_size, **options)
             else:
-                self.paged = PagedKVCache.on(self.pools, batch_size)
+                self.paged = PagedKVCache.on(self.pools, batch_size, config=self.config)
             self.paged.stats = self.stats
             self._seen = self.paged.version
         return self.paged
@@ -67,7 +69,7 @@ class Store:
         if paged is None or (columns is None and self.is_aligned()):
             return
         self.columns = max(paged.lengths, default=0) if columns is None else columns
-        self._real = None
+        self._real, self.left_padded = None, True
         if any(length < self.columns for length in paged.lengths):
             column = torch.arange(2 * self.columns, device=paged.device)  # with room for more
             self._real = column >= self.columns - paged.seq_lens[:, None]
@@ -143,6 +145,9 @@ class Store:
                 room[:, :start] = self._real[:, :start]
             self._real = room
         self._real[:, start : self.columns] = True if real is None else real
+        if real is not None:
+            from_before = self._real[:, max(0, start - 1) : self.columns]
+            self.left_padded &= not bool((from_before[:, :-1] & ~from_before[:, 1:]).any())
 
     def crop(self, columns: int) -> None:
         if self.paged is not None and columns < self.columns:
