@@ -2,13 +2,14 @@
 
 The first tier holds a part of the context's K and V. The same text goes through a cache that has all of it in memory;
 both read the same pages, so what differs is the time, and the bytes that move. Files lie in the system's page cache as
-far as memory is free, so this is the time of the copies, not that of a disk.
+far as memory is free, so this is the time of the copies, not that of a disk; `cold` is that of the disk.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from quest.models import DTYPES
 from quest.offload import Offload, OffloadStats
 from quest.passkey import document, encode
 from quest.pools import Pools
+from quest.residency import Residency
 
 __all__ = ["run", "show"]
 
@@ -39,15 +41,17 @@ def run(
     preset: str = "default",
     tokens: int = 64,
     directory: str | os.PathLike[str] | None = None,
+    cold: bool = False,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every budget of tokens and every part; `model`, loaded in fp32, is cast in place.
 
     Args:
         parts: how many times the first tier's budget K and V of the context take.
+        cold: before each step the system forgets what it keeps of the files, so that they are read from the disk.
 
     Returns:
-        One dict each: `model`, `dtype`, `preset`, `context`, `budget`, `part`, `kv_bytes` (of the context),
+        One dict each: `model`, `dtype`, `preset`, `context`, `budget`, `part`, `cold`, `kv_bytes` (of the context),
         `max_bytes` (of the first tier), `resident_bytes` and `peak_bytes` (the prompt's included), `ms_per_token`,
         `all_resident_ms` (medians, which took turns), `hit_rate`, `bytes_in` and `bytes_out` per token, and
         `same_choice`, the share of steps in which both would have gone on with the same token.
@@ -73,7 +77,8 @@ def run(
                 pair = [Decoder(model, start, config), Decoder(model, start, config, pools)]
                 follow(pair, text[context : context + WARM_UP])
                 before = _stats(pools)
-                chosen = follow(pair, text[context + WARM_UP : context + room])
+                forget = partial(_forget_files, pools) if cold else None
+                chosen = follow(pair, text[context + WARM_UP : context + room], forget)
                 after = _stats(pools)
                 whole, offloaded = (decoder.seconds[WARM_UP:] for decoder in pair)
                 hits, misses = after.hits - before.hits, after.misses - before.misses
@@ -85,6 +90,7 @@ def run(
                         "context": context,
                         "budget": budget,
                         "part": part,
+                        "cold": cold,
                         "kv_bytes": kv_bytes,
                         "max_bytes": offload.max_bytes,
                         "resident_bytes": after.resident_bytes,
@@ -107,11 +113,18 @@ def _stats(pools: Pools) -> OffloadStats:
     return pools.residency.stats
 
 
+def _forget_files(pools: Pools) -> None:
+    """Have nothing of the files in the system's page cache."""
+    for file in pools.residency.files if isinstance(pools.residency, Residency) else ():
+        os.fdatasync(file.fileno())  # what is not written yet can't be forgotten
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     first = rows[0]
     table = Table(
         title=f"{first['model']}, {first['dtype']}, {first['context']:,} tokens ({first['kv_bytes'] / 1e6:,.0f} MB of "
-        f"K and V), {first['preset']}"
+        f"K and V), {first['preset']}, files {'read from the disk' if first['cold'] else 'in the page cache'}"
     )
     for title in (
         "budget",
@@ -142,6 +155,6 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
     console.print(
         "Medians of a model's whole step, the two caches taking turns. The most in memory is while a layer's prompt is "
-        "stored. Files lie in the system's page cache where memory is free: a disk is slower.",
+        "stored. Files that lie in the system's page cache take no disk's time (--cold reads them from there).",
         highlight=False,
     )

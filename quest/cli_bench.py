@@ -177,6 +177,7 @@ def bench_offload(
     directory: Annotated[
         Path | None, typer.Option(help="Where K and V go, the folder for temporary files if none.")
     ] = None,
+    cold: Annotated[bool, typer.Option(help="Read files from the disk, not from the system's page cache.")] = False,
     threads: Threads = None,
     json: Json = None,
 ) -> None:
@@ -189,7 +190,7 @@ def bench_offload(
         with reported(json) as (console, rows, _):
             net, tokenizer, name = load_model(model, Dtype.float32, console)
             options: dict[str, Any] = dict(context=context, budgets=budget, dtype=dtype.value, preset=preset)
-            options |= dict(tokens=tokens, directory=directory)
+            options |= dict(tokens=tokens, directory=directory, cold=cold)
             rows += offload.run(net, tokenizer, name, part, **options, console=console)
             offload.show(rows, console)
 

@@ -77,6 +77,11 @@ class Residency:
             max_bytes=self.offload.max_bytes,
         )
 
+    @property
+    def files(self) -> list[BinaryIO]:
+        """Of the layers that have keys."""
+        return [made.file for made in self._layers.values()]
+
     # --- pools -------------------------------------------------------------------------------------------------------
 
     def create(

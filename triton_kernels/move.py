@@ -14,7 +14,7 @@ from .primitives import DTYPES, Launch, verb
 WORDS = 1024  # that one program moves
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["num_units", "parts"])
 def move_units(source, target, places, num_units, words, parts, WORDS: tl.constexpr):
     """A few programs for each unit. places [2, num_units]: where from, and where to."""
     unit, part = tl.program_id(0) // parts, tl.program_id(0) % parts

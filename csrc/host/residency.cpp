@@ -1,6 +1,7 @@
 #include "host/residency.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
@@ -122,9 +123,17 @@ void Residency::fetch(int64_t layer, Access access) {
   make_room(room, max_bytes_, layer);
   if (access == Access::select) spare_ = std::max(room, spare_ - spare_ / 64);
   std::sort(missing.begin(), missing.end());
-  for (size_t at = 0, next; at < missing.size(); at = next) {
-    for (next = at + 1; next < missing.size() && missing[next] == missing[next - 1] + 1;) next++;
-    const int64_t first = missing[at], count = static_cast<int64_t>(next - at);
+  std::vector<std::pair<int64_t, int64_t>> runs;  // of units in a row: the first, and how many
+  for (const int64_t unit : missing) {
+    if (!runs.empty() && unit == runs.back().first + runs.back().second) {
+      runs.back().second++;
+    } else {
+      runs.push_back({unit, 1});
+    }
+  }
+  for (const auto& [first, count] : runs)  // the disk is told of all before one is waited for
+    posix_fadvise(x.fd, first * x.unit_bytes(), count * x.unit_bytes(), POSIX_FADV_WILLNEED);
+  for (const auto& [first, count] : runs) {
     try {
       transfer(preadv, x, memory_of(x, first, count), first, "reading K and V back failed, they are still in the file");
     } catch (...) {
