@@ -217,6 +217,20 @@ def test_bench_hf(folder: str, tmp_path: Path, preset: str) -> None:
     assert "exceed the model's context" in refused("bench", "hf", "--model", folder, "--contexts", "700")
 
 
+@pytest.mark.parametrize("files", ["--cold", "--no-cold"])
+def test_bench_offload(folder: str, tmp_path: Path, files: str) -> None:
+    file, sizes = tmp_path / "o.json", ["--context", "500", "--budget", "64", "--tokens", "3", "--part", "4"]
+    shown = run("bench", "offload", "--model", folder, *sizes, files, "--directory", str(tmp_path), "--json", str(file))
+    (row,) = json.loads(file.read_text())["rows"]
+    assert f"{row['hit_rate']:.1%}"[:4] in shown
+    assert (row["context"], row["part"], row["cold"]) == (500, 4, files == "--cold")
+    assert row["max_bytes"] == row["kv_bytes"] // 4
+    assert row["resident_bytes"] <= row["max_bytes"]
+    assert min(row["ms_per_token"], row["all_resident_ms"], row["bytes_in"]) > 0
+    assert row["same_choice"] == 1
+    assert "context must be at most" in refused("bench", "offload", "--model", folder, "--context", "700")
+
+
 def test_demo_passkey(folder: str, tmp_path: Path) -> None:
     options = ["--context", "500", "--depths", "2", "--further-tokens", "4", "--budgets", "64,512"]
     shown = run("demo", "--model", folder, *options, "--out", str(tmp_path), "--threads", "1")
