@@ -20,9 +20,12 @@ from tiny_models import (
     quest_cache,
 )
 from torch import Tensor
+from transformers import DynamicCache
 
 from quest import PagedKVCache
 from quest.integrations.transformers_layer import LazyStates, QuestLayer
+
+PACKED: dict[str, Any] = dict(page_size=1, summary_bits=2, coarse_size=16, block_size=64)
 
 
 def test_a_step_reads_pages_and_never_builds_dense_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +177,29 @@ def test_half_precision() -> None:
     ours, want = forward(net, ids[:, :1], cache), forward(other, ids[:, :1], theirs)
     assert ours.dtype == torch.bfloat16
     assert (ours - want).abs().max() < 0.05 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "smollm2", "gemma3"])
+@pytest.mark.parametrize("settings", [{}, PACKED], ids=["pages", "packed"])
+@pytest.mark.parametrize("budget", [SMALL, 1e-9])
+def test_c28_a_prompt_has_the_logits_of_all_its_tokens(
+    family: str, settings: dict[str, Any], budget: int | float
+) -> None:
+    """Prompts are read densely, a later one too, over what sparse steps have stored. One token on its own is a step,
+    and sparse, whether it is an answer's or what is left of a prompt."""
+    net = model(family)
+    for length in (1, 2, 3, 40, 150):
+        cache, ids = quest_cache(family, budget, **settings), prompt(2, length)
+        assert torch.equal(forward(net, ids, cache), forward(net, ids, dynamic_cache(family)))
+        for x in prompt(2, 3, seed=1).split(1, 1):
+            forward(net, x, cache)
+        same = DynamicCache()
+        for layer, (k, v, _) in enumerate(cache):
+            same.update(k, v, layer)
+        more = prompt(2, 5, seed=2)
+        if family == "gemma3":
+            continue  # its sliding layer has dropped tokens, which a plain cache would count
+        assert torch.allclose(forward(net, more, cache), forward(net, more, same), atol=1e-5)
+        one = prompt(2, 1, seed=3)
+        sparse, dense = forward(net, one, cache), forward(net, one, same)
+        assert torch.allclose(sparse, dense, atol=1e-5) == (budget == SMALL and length < 4)
