@@ -9,7 +9,7 @@ TEST_JOBS ?= 2
 help:
 	@echo "make demo   a language model answers from a long prompt, densely and with sparse reads: demo/results.*"
 	@echo "make test   the tests, on $(TEST_JOBS) processes (ARGS='-k select' passes options on)"
-	@echo "make asan   the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make asan   the tests of the kernels and the cache under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make lint   ruff, clang-format, mypy"
 	@echo "make bench  a decode step verb by verb and as a whole, and a model through transformers"
 	@echo "make accuracy  bytes read against accuracy on two models (ARGS='--mode full --json FILE': hours, resumable)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tests of the verbs under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own in build/asan.
-# Emulated CUDA kernels are run under it by tests/test_cuda_kernels.py.
+# The tests of the verbs and of the cache under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own
+# in build/asan. Emulated CUDA kernels are run under it by tests/test_cuda_kernels.py.
 # Usage: scripts/asan.sh [pytest arguments]. PYTHON says which interpreter (default: .venv/bin/python, else python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,10 +20,12 @@ cd $tree
 sanitize="-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer"
 CXXFLAGS="$sanitize -g -O1 -Wno-maybe-uninitialized" LDFLAGS="$sanitize" QUEST_CUDA=0 "$python" setup.py -q build_ext --inplace
 
-[ $# -gt 0 ] || set -- tests/test_{append,summarise,score,select,attend,merge,decode,packed,properties,checks,host,random_operations}.py
+verbs=$(echo tests/test_{append,summarise,score,select,attend,merge,decode,packed,properties,checks}.py)
+[ $# -gt 0 ] || set -- $verbs tests/test_{host,cache,sequences,unstored,offload,random_operations}.py
 libasan=$($cxx -print-file-name=libasan.so)
 libubsan=$($cxx -print-file-name=libubsan.so)
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
 export PYTHONPATH=$PWD PYTHONMALLOC=malloc OMP_NUM_THREADS=1
 LD_PRELOAD="$libasan $libubsan" "$python" -c "import quest; assert quest.__file__.startswith('$PWD'), quest.__file__"
-LD_PRELOAD="$libasan $libubsan" exec "$python" -m pytest -q -p no:cacheprovider -k "not triton and not cuda" "$@"
+# --capture=sys leaves the sanitizers' own reports alone.
+LD_PRELOAD="$libasan $libubsan" exec "$python" -m pytest -q -p no:cacheprovider --capture=sys -k "not triton and not cuda" "$@"

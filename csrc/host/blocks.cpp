@@ -4,19 +4,25 @@
 
 namespace quest_host {
 
+namespace {
+
+int64_t at_least(const char* name, int64_t value, int64_t low) {
+  if (value < low) {
+    throw std::invalid_argument(std::string("Blocks: ") + name + " must be at least " + std::to_string(low) + ", got " +
+                                std::to_string(value));
+  }
+  return value;
+}
+
+}  // namespace
+
 Blocks::Blocks(int64_t num_blocks, int64_t block_size, int64_t watermark, int hash_bits)
-    : block_size_(block_size), watermark_(watermark), next_{0}, previous_{0}, prefixes_(block_size, hash_bits) {
-  auto at_least = [](const char* name, int64_t value, int64_t low) {
-    if (value < low) {
-      throw std::invalid_argument(std::string("Blocks: ") + name + " must be at least " + std::to_string(low) +
-                                  ", got " + std::to_string(value));
-    }
-  };
-  at_least("num_blocks", num_blocks, 0);
-  at_least("block_size", block_size, 1);
-  at_least("watermark", watermark, 0);
-  at_least("hash_bits", hash_bits, 0);
-  grow(num_blocks);
+    : block_size_(at_least("block_size", block_size, 1)),
+      watermark_(at_least("watermark", watermark, 0)),
+      next_{0},
+      previous_{0},
+      prefixes_(block_size, static_cast<int>(at_least("hash_bits", hash_bits, 0))) {
+  grow(at_least("num_blocks", num_blocks, 0));
 }
 
 int32_t Blocks::refs(int32_t block) const {
