@@ -84,7 +84,7 @@ class PagedKVCache(PagedSequences):
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
         self._op = (torch.ops.quest.decode if pools.packing is None else torch.ops.quest.decode_packed).default
         self._mended = 0, 0  # calls of `overwritten`, and version, of the last time that summaries were made for them
-        self._stored_step = [0] * pools.num_layers  # version of the last step that each layer has stored
+        self._stored_step = self._gaps.stored_step
         self.stats = Stats(self.config)
         pools.on_growth(self._forget_quick)
 
@@ -219,7 +219,11 @@ class PagedKVCache(PagedSequences):
         none = torch.zeros_like(self.seq_lens)
         step = Step(nothing, self.seq_lens, self.block_table, none, self.lengths, self._version)
         options = {"softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks, "window": window}
-        return self.decode(layer, query, key, value, step, **options)  # type: ignore[arg-type]
+        stored = self._stored_step[layer]
+        try:
+            return self.decode(layer, query, key, value, step, **options)  # type: ignore[arg-type]
+        finally:
+            self._stored_step[layer] = stored
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -246,15 +250,12 @@ class PagedKVCache(PagedSequences):
                 residency.hold(self._sequences.to_copy(first, redo))
                 for layer in self._layers():
                     residency.before_refresh(layer, self.block_table, ends, redo)
+            self._gaps.end()
+            self._gaps.crop(self.ids, ends)
             self._changed(*self._sequences.crop(ends, redo))
             self._refresh()
             if any(redo):
                 self._summarise_all(self.block_table, self.seq_lens, self._int32(redo))
-
-    def undo(self, lengths: int | Sequence[int]) -> None:
-        """`crop` to what the rows had before the last step, which only some layers have stored: no layer lacks any."""
-        self.crop(lengths)
-        self._last_step = 0
 
     def dense(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer as [batch, num_kv_heads, max(lengths), head_dim], zero beyond a row's length."""
@@ -287,11 +288,6 @@ class PagedKVCache(PagedSequences):
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _check_stored(self, op: str) -> None:
-        late = [layer for layer, step in enumerate(self._stored_step) if step < self._last_step]
-        if late:
-            raise ValueError(f"{op}: every layer must have stored the last step's tokens, layers {late} have not")
-
     def _mend(self) -> None:
         seen = self.pools.num_overwritten, self._version
         if not (stale := self.pools.stale) or seen == self._mended:
@@ -301,6 +297,8 @@ class PagedKVCache(PagedSequences):
             blocks, length = self._sequences.blocks_of(sequence), self._sequences.length(sequence)
             places = [place for place, block in enumerate(blocks) if block in stale]
             if places:
+                for place in places:
+                    self._gaps.written(self._layers(), sequence, range(place * size, (place + 1) * size))
                 num_new = length - places[0] * size
                 self._summarise_all(self._int32(blocks)[None], self._int32([length]), self._int32([num_new]))
             held.update(blocks[place] for place in places)

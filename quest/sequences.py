@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quest import _host
+from quest.gaps import Gaps
 from quest.pools import Pools, Stored, Usage, check_int
 
 Tokens = Sequence[int] | Tensor
@@ -45,8 +46,8 @@ class PagedSequences:
         for _ in range(batch_size):
             self._sequences.add()
         self._suspended: dict[int, tuple[Stored, int]] = {}  # and their lengths
+        self._gaps = Gaps(pools.num_layers, self._sequences)
         self._version = 0
-        self._last_step = 0  # version of the last `extend` at the rows' ends
         self.block_table = self._int32([])
         self._room = self._int32([])
         self._refresh()
@@ -109,14 +110,15 @@ class PagedSequences:
         begin = self.lengths if start is None else self._check_start(start)
         self._mend()
         self.pools.reserve(self._sequences.needed(begin, counts))
+        ids, before = self.ids, self.lengths
         with self.pools.step():
             if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
                 residency.hold(self._sequences.to_copy(begin, counts))
+            self._gaps.end()
             copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
             self._changed(copies, fresh, ())
         self._refresh(seq_lens if start is None else None)
-        if start is None:
-            self._last_step = self._version
+        self._gaps.begin(self._version, ids, before, begin, ends)
         lens = self.seq_lens if start is None else self._tensor(seq_lens)
         return Step(self._tensor(slots), lens, self.block_table, self._tensor(num), ends, self._version)
 
@@ -136,7 +138,9 @@ class PagedSequences:
     def copy(self, sequence: int) -> int:
         """A new sequence, as the batch's last row, that shares the blocks of another until one of them writes there."""
         self._check_id("copy", sequence, suspended=False)
+        self._gaps.end()
         fresh = self._sequences.copy(sequence)
+        self._gaps.fork([sequence, sequence], [sequence, fresh])
         self._refresh()
         return fresh
 
@@ -154,6 +158,8 @@ class PagedSequences:
     def remove(self, sequence: int) -> None:
         """End a sequence, wherever it is; if it is a row, the rows after it move up."""
         self._check_id("remove", sequence)
+        self._gaps.end()
+        self._gaps.remove(sequence)
         if sequence in self._suspended:
             self.pools.drop(self._suspended.pop(sequence)[0])
         self._changed((), (), self._sequences.remove(sequence))
@@ -168,17 +174,26 @@ class PagedSequences:
             raise ValueError("fork: indices must name at least one row, got none")
         for i, source in enumerate(indices):
             check_int("fork", f"indices[{i}]", source, 0, self.batch_size - 1)
+        self._gaps.end()
+        before = self.ids
         self._changed((), (), self._sequences.fork(indices))
         self._refresh()
+        self._gaps.fork([before[i] for i in indices], self.ids)
+        ended = {*before} - {*self.ids}
+        self._gaps.crop(ended, [0] * len(ended))
 
     def free(self, row: int) -> None:
         """Empty one row: its blocks go back to the pool, and its place in the batch stays."""
         check_int("free", "row", row, 0, self.batch_size - 1)
+        self._gaps.end()
+        self._gaps.crop([self.ids[row]], [0])
         self._changed((), (), self._sequences.empty(self.ids[row]))
         self._refresh()
 
     def reset(self) -> None:
         """Empty every row; the pools stay."""
+        self._gaps.end()
+        self._gaps.crop(self.ids, [0] * self.batch_size)
         for sequence in self.ids:
             self._changed((), (), self._sequences.empty(sequence))
         self._refresh()
@@ -199,6 +214,7 @@ class PagedSequences:
         self._check_id("suspend", sequence, suspended=False)
         self._mend()
         stored = self.pools.store(self._sequences.blocks_of(sequence))
+        self._gaps.suspend(sequence)
         self._suspended[sequence] = stored, self._sequences.length(sequence)
         if sequence in self.ids:
             self._sequences.select([i for i in self.ids if i != sequence])
@@ -223,6 +239,7 @@ class PagedSequences:
         except BaseException:
             self._changed((), (), self._sequences.empty(sequence))
             raise
+        self._gaps.resume(sequence, length)
         del self._suspended[sequence]
         self.pools.drop(stored)
 
@@ -259,20 +276,20 @@ class PagedSequences:
             How many blocks were not known before.
 
         Raises:
-            ValueError: there are more tokens than the row has, or a layer has not stored the last step's.
+            ValueError: there are more tokens than the row has, or a layer has not stored all of them.
         """
         check_int("remember", "row", row, 0, self.batch_size - 1)
         ids = _token_ids("remember", tokens)
         if len(ids) > self.lengths[row]:
             raise ValueError(f"remember: tokens must be at most the row's {self.lengths[row]}, got {len(ids)}")
-        self._check_stored("remember")
-        blocks = self._sequences.blocks_of(self.ids[row])[: len(ids) // self.config.block_size]
+        self._mend()
+        full = len(ids) // self.config.block_size
+        if late := self._gaps.late(self.ids[row], full * self.config.block_size):
+            raise ValueError(f"remember: every layer must have stored the tokens, layers {late} have not")
+        blocks = self._sequences.blocks_of(self.ids[row])[:full]
         return self.pools.blocks.remember(ids, blocks, repr(tuple(extra_keys)))
 
     # --- inside ------------------------------------------------------------------------------------------------------
-
-    def _check_stored(self, op: str) -> None:
-        """Raise if a layer lacks tokens that the rows have."""
 
     def _mend(self) -> None:
         """See to it that all blocks of the sequences have summaries."""

@@ -21,7 +21,7 @@ sanitize="-fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=
 CXXFLAGS="$sanitize -g -O1 -Wno-maybe-uninitialized" LDFLAGS="$sanitize" QUEST_CUDA=0 "$python" setup.py -q build_ext --inplace
 
 verbs=$(echo tests/test_{append,summarise,score,select,attend,merge,decode,packed,properties,checks}.py)
-[ $# -gt 0 ] || set -- $verbs tests/test_{host,cache,sequences,unstored,offload,random_operations}.py
+[ $# -gt 0 ] || set -- $verbs tests/test_{host,cache,sequences,gaps,offload,slots,random_operations}.py
 libasan=$($cxx -print-file-name=libasan.so)
 libubsan=$($cxx -print-file-name=libubsan.so)
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1

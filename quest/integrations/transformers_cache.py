@@ -194,7 +194,7 @@ class QuestCache(Cache):
         for layer in self.paged_layers:
             layer.pending = None
         if self.store.paged is not None:
-            self.store.paged.undo(lengths)
+            self.store.paged.crop(lengths)
             self._align()
 
     def _align(self, columns: int | None = None) -> None:
