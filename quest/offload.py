@@ -27,7 +27,8 @@ class Offload:
     Args:
         directory: where the files are, which have no name there and so leave nothing behind; the system's folder for
             temporary files if None. In a folder that is memory itself (tmpfs) they free none. None for a GPU.
-        max_bytes: of all layers together. On a GPU each has an equal share, which is allocated with its first keys.
+        max_bytes: of all layers together. On a GPU each layer of the pools has an equal share, which is allocated with
+            its first keys; layers that never get any leave theirs unused.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message names it.
