@@ -110,7 +110,7 @@ class Pools:
             can be suspended there without it too.
 
     Attributes:
-        k_cache, v_cache, summaries: as in `PagedKVCache`. With `offload` on a GPU K and V are NaN: theirs lie elsewhere.
+        k_cache, v_cache, summaries: as in `PagedKVCache`. With `offload` on a GPU K and V are elsewhere, these are NaN.
         blocks: which blocks are taken, shared, cached.
         residency: what of K and V is in memory, None without `offload`.
         tier: where suspended sequences are.
