@@ -308,9 +308,9 @@ class PagedKVCache(PagedSequences):
         stale -= done
         self._mended = seen  # marks that are left are of blocks that no sequence here has, or of others' pages
 
-    def _refresh(self, seq_lens: Any = None) -> None:
+    def _refresh(self) -> None:
         shape = self.block_table.shape
-        super()._refresh(seq_lens)
+        super()._refresh()
         if self.block_table.shape != shape:
             self._forget_quick()
 

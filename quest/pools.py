@@ -174,9 +174,10 @@ class Pools:
 
     def reserve(self, count: int) -> None:
         """See to it that `count` blocks are free, if the pools may grow: the only step of a change that may fail."""
-        missing, total = count - self.blocks.num_free, self.blocks.num_blocks
+        missing = count - self.blocks.num_free
         if missing <= 0:
             return
+        total = self.blocks.num_blocks
         target = max(2 * total, total + missing + missing // 4)
         if self.max_blocks is not None:
             target = min(target, self.max_blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from quest.pools import Pools, Stored, Usage, check_int
 Tokens = Sequence[int] | Tensor
 
 
-class Step(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Step:
     """Slots reserved for one step, the same for every layer. Valid until the cache is changed by another call."""
 
     slot_mapping: Tensor  # [batch, q_len] int64, -1 for a token that is not stored
@@ -48,6 +49,7 @@ class PagedSequences:
         self._suspended: dict[int, tuple[Stored, int]] = {}  # and their lengths
         self._gaps = Gaps(pools.num_layers, self._sequences)
         self._version = 0
+        self.lengths: list[int] = []
         self.block_table = self._int32([])
         self._room = self._int32([])
         self._refresh()
@@ -109,17 +111,22 @@ class PagedSequences:
         counts, q_len, real = self._new_tokens(num_new)
         begin = self.lengths if start is None else self._check_start(start)
         self._mend()
-        self.pools.reserve(self._sequences.needed(begin, counts))
+        if self.num_free_blocks < sum(counts) // self.config.block_size + 2 * len(counts):  # more than can be needed
+            self.pools.reserve(self._sequences.needed(begin, counts))
         ids, before = self.ids, self.lengths
         with self.pools.step():
             if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
                 residency.hold(self._sequences.to_copy(begin, counts))
             self._gaps.end()
             copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
-            self._changed(copies, fresh, ())
-        self._refresh(seq_lens if start is None else None)
+            if copies or fresh:
+                self._changed(copies, fresh, ())
+        lens = self._tensor(seq_lens)
+        if copies or fresh or start is not None:
+            self._refresh()
+        else:  # the rows and their blocks are those of before
+            self.lengths, self.seq_lens, self._version = ends, lens, self._version + 1
         self._gaps.begin(self._version, ids, before, begin, ends)
-        lens = self.seq_lens if start is None else self._tensor(seq_lens)
         return Step(self._tensor(slots), lens, self.block_table, self._tensor(num), ends, self._version)
 
     def admits(self, num_tokens: int) -> bool:
@@ -337,7 +344,7 @@ class PagedSequences:
         if not suspended and sequence in self._suspended:
             raise ValueError(f"{op}: sequence must not be suspended, got {sequence}, which is: resume it first")
 
-    def _refresh(self, seq_lens: np.ndarray | None = None) -> None:
+    def _refresh(self) -> None:
         """The tensors that follow from the sequences; what `extend` returned before is no longer valid."""
         sequences = self._sequences
         self.ids, self.lengths = sequences.rows, sequences.lengths
@@ -346,7 +353,7 @@ class PagedSequences:
                 self._room = torch.from_numpy(sequences.table())
         table = self._room[: len(self.ids), : max(1, sequences.width)]
         self.block_table = table if self.device.type == "cpu" else table.to(self.device)
-        self.seq_lens = self._int32(self.lengths) if seq_lens is None else self._tensor(seq_lens)
+        self.seq_lens = self._int32(self.lengths)
         self._version += 1
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:

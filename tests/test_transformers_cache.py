@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from typing import Any
 
 import pytest
@@ -148,6 +149,23 @@ def test_lazy_states_are_tensors_to_look_at() -> None:
     cache.crop(-1)
     with pytest.raises(RuntimeError, match="cropped, reordered or reset"):
         unseen + 0
+
+
+def test_layers_share_lazy_states_that_nobody_keeps() -> None:
+    cache, (k, v), (k1, v1) = quest_cache("llama"), states(2, 6), states(2, 6, seed=1)
+    places = [[id(x) for x in cache.update(k, v, layer)] for layer in (0, 1)]
+    assert places[0] == places[1]
+    kept = cache.update(k1, v1, 0)
+    other, _ = cache.update(k, v, 1)
+    assert torch.equal(kept[0] + 0, torch.cat([k, k1], 2))
+    assert torch.equal(kept[1] + 0, torch.cat([v, v1], 2))
+    assert torch.equal(other + 0, torch.cat([k, k], 2))
+    last, _ = cache.update(k, v, 2)
+    layers = [weakref.ref(layer) for layer in cache.layers]
+    del cache
+    assert not any(layer() for layer in layers)  # without the garbage collector
+    with pytest.raises(RuntimeError, match="is no more"):
+        last + 0
 
 
 def test_deepcopy_between_update_and_attention() -> None:

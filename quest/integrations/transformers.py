@@ -75,6 +75,7 @@ def quest_attention_forward(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
+    output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a layer, as transformers calls it.
@@ -89,14 +90,15 @@ def quest_attention_forward(
     Returns:
         [batch, q_len, num_heads, v_head_dim], None.
     """
-    if kwargs.get("output_attentions"):
+    if output_attentions:
         raise ValueError(
             "quest attention: output_attentions must be False: weights of pages that were not read don't exist. "
             "Use attn_implementation='eager' to look at attention weights"
         )
     layer = None
     if type(key) is LazyKeys and type(value) is LazyValues and key.source is value.source:
-        layer = key.source.layer
+        layer = key.source.layer()
+    if layer is not None:
         # Sparse unless this is a prompt, or needs what pages don't know
         out = None
         if dropout or position_bias is not None:

@@ -8,6 +8,7 @@ function has said, by its mask, which of them are padding; whoever else needs th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,21 +57,19 @@ class QuestLayer(CacheLayerMixin):
             self.settle()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        store, lazies = self.store, self.store.lazies
+        store = self.store
         like = self.columns, store.epoch, key_states.shape, value_states.shape, key_states.dtype, key_states.device
-        if like != lazies.like:
-            self._check_states(key_states, value_states)
-            lazies.renew(like)
+        lazy = store.lazy.take(self, like)
         self.pending = key_states, value_states
-        return lazies.take(self)
+        return lazy
 
-    def _check_states(self, key: Tensor, value: Tensor) -> None:
-        paged, shape = self.store.paged, key.shape
-        batch = shape[0] if paged is None else len(paged.lengths)
-        if len(shape) != 4 or shape[:3] != value.shape[:3] or shape[0] != batch:
+    def check_states(self, key: Sequence[int], value: Sequence[int]) -> None:
+        """Raise unless these may be the shapes of `key_states` and `value_states`."""
+        batch = key[0] if self.store.paged is None else len(self.store.paged.lengths)
+        if len(key) != 4 or key[:3] != value[:3] or key[0] != batch:
             raise ValueError(
                 f"QuestCache.update: key_states and value_states must be [{batch}, num_kv_heads, q_len, head_dim], got "
-                f"{[*key.shape]} and {[*value.shape]}"
+                f"{[*key]} and {[*value]}"
             )
 
     def sparse_step(
@@ -108,7 +107,7 @@ class QuestLayer(CacheLayerMixin):
             store.remember(mask, window, start)
         if real is not None and q_len > 1 and bool((real[:, :-1] & ~real[:, 1:]).any()):
             return None  # padding between the new tokens
-        step = self._step(key, real)
+        step: Any = store.reserved if store.span == (start, start + q_len) else self._step(key, real)
         out, _ = store.paged.decode(  # type: ignore[union-attr]
             self.index,
             query,

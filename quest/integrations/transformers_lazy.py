@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ class Source:
     __slots__ = ("columns", "dense", "epoch", "layer")
 
     def __init__(self, columns: int, epoch: int) -> None:
-        self.layer: QuestLayer
+        self.layer: ref[QuestLayer]
         self.columns = columns
         self.epoch = epoch  # of the store, at that time
         self.dense: tuple[Tensor, Tensor] | None = None  # K and V once they are made
@@ -48,17 +50,21 @@ class LazyStates(torch.Tensor):
     def dense(self) -> Tensor:
         source = self.source
         if source.dense is None:
-            if source.epoch != source.layer.store.epoch:
+            layer = source.layer()
+            if layer is None or layer.store.epoch != source.epoch:
                 raise RuntimeError(
                     "QuestCache: K and V of an earlier update, first looked at after the cache was cropped, reordered "
-                    "or reset, are gone"
+                    "or reset, or is no more, are gone"
                 )
-            k, v = source.layer.states()
+            layer.store.lazy = LazyPair()  # these are no longer for the layers that follow
+            k, v = layer.states()
             source.dense = k[:, :, : source.columns], v[:, :, : source.columns]
         return source.dense[self.which]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(layer {self.source.layer.index}, shape={[*self.shape]}, {self.dtype})"
+        layer = self.source.layer()
+        name = "deleted" if layer is None else f"layer {layer.index}"
+        return f"{type(self).__name__}({name}, shape={[*self.shape]}, {self.dtype})"
 
 
 class LazyKeys(LazyStates):
@@ -71,41 +77,35 @@ class LazyValues(LazyStates):
     which = 1
 
 
-class LazyPairs:
-    """The K and V of a step, for all layers at once.
+class LazyPair:
+    """The K and V of a step: a layer takes over those of the one before, if nobody has looked at them or keeps them.
 
-    Layers of a model call one after the other, each with the processor's caches full of weights: what runs once per
-    layer is fetched from memory again and again. Pairs that the first layer makes for all of them, in one loop, take
-    each a third of the time.
+    Layers of a model call one after the other, each with the processor's caches full of weights: what a layer makes
+    takes several times as long as in a loop of its own.
     """
 
     def __init__(self) -> None:
-        self.like: tuple[Any, ...] = ()
-        self._made: list[tuple[LazyKeys, LazyValues]] = []
-        self._taken = 0  # of those alike
+        self._like: tuple[Any, ...] = ()
+        self._keys: LazyKeys
+        self._values: LazyValues
 
-    def renew(self, like: tuple[Any, ...]) -> None:
-        """From now on for (columns before, epoch of the store, shapes of the new K and V, dtype, device)."""
-        self._made.clear()
-        self._make(like, self._taken)
-        self.like, self._taken = like, 0
-
-    def _make(self, like: tuple[Any, ...], count: int) -> None:
-        start, epoch, (batch, heads, q_len, dim), (*_, v_dim), dtype, device = like
-        columns, make = start + q_len, torch.Tensor._make_wrapper_subclass
-        for _ in range(count):
-            keys = make(LazyKeys, (batch, heads, columns, dim), dtype=dtype, device=device)
-            values = make(LazyValues, (batch, heads, columns, v_dim), dtype=dtype, device=device)
-            keys.source = values.source = Source(columns, epoch)
-            self._made.append((keys, values))
-
-    def take(self, layer: QuestLayer) -> tuple[LazyKeys, LazyValues]:
-        if not self._made:
-            self._make(self.like, 1)
-        self._taken += 1
-        keys, values = self._made.pop()
-        keys.source.layer = layer
+    def take(self, layer: QuestLayer, like: tuple[Any, ...]) -> tuple[LazyKeys, LazyValues]:
+        """For (columns before, epoch of the store, shapes of the new K and V, dtype, device)."""
+        # Of what nobody else keeps, one reference is that of `self` and one that of the argument.
+        if like != self._like or getrefcount(self._keys) > 2 or getrefcount(self._values) > 2:
+            layer.check_states(*like[2:4])
+            self._make(*like)
+            self._like = like
+        keys, values = self._keys, self._values
+        keys.source.layer = ref(layer)  # no reference back to what holds this pair
         return keys, values
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyPairs:
-        return LazyPairs()
+    def _make(self, start: int, epoch: int, key_shape: Any, value_shape: Any, dtype: Any, device: Any) -> None:
+        batch, heads, q_len, dim = key_shape
+        columns, make = start + q_len, torch.Tensor._make_wrapper_subclass
+        self._keys = make(LazyKeys, (batch, heads, columns, dim), dtype=dtype, device=device)
+        self._values = make(LazyValues, (batch, heads, columns, value_shape[3]), dtype=dtype, device=device)
+        self._keys.source = self._values.source = Source(columns, epoch)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyPair:
+        return LazyPair()

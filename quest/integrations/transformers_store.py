@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quest.cache import PagedKVCache
 from quest.config import QuestConfig
-from quest.integrations.transformers_lazy import LazyPairs
+from quest.integrations.transformers_lazy import LazyPair
 from quest.offload import Offload
 from quest.pools import Pools
 from quest.sequences import Step
@@ -36,7 +36,7 @@ class Store:
         self.pools = pools
         self.offload = offload
         self.stats = Stats(config)
-        self.lazies = LazyPairs()
+        self.lazy = LazyPair()
         self.epoch = 0
         self.paged: PagedKVCache | None = None
         self.clear()
@@ -86,8 +86,8 @@ class Store:
             self._seen = self.paged.version
 
     def forget_step(self) -> None:
-        self._step: Step | None = None
-        self._span = (-1, -1)  # the columns of the step
+        self.reserved: Step | None = None
+        self.span = (-1, -1)  # the columns that are reserved
         self._mask: tuple[Any, int | None, int] = (lambda: None, None, -1)  # weak reference, window, first column
 
     @property
@@ -104,7 +104,7 @@ class Store:
 
     def has_step(self, start: int, count: int) -> bool:
         """Whether another layer has reserved these columns already, in this step."""
-        return self._span == (start, start + count)
+        return self.span == (start, start + count)
 
     def step(self, start: int, key: Tensor, real: Tensor | None) -> Step:
         """Slots for a layer's columns from `start` on: reserved by the first layer that asks, the same for the others.
@@ -112,8 +112,8 @@ class Store:
         `real` bool [batch, q_len] says which are tokens, None that all are.
         """
         batch, count = key.shape[0], key.shape[2]
-        if self._step is not None and self.has_step(start, count):
-            return self._step
+        if self.reserved is not None and self.has_step(start, count):
+            return self.reserved
         paged = self.open(batch, key.device)
         if start == self.columns:
             step = paged.extend(count if real is None else real)
@@ -130,14 +130,16 @@ class Store:
                 begin = self._real[:, :start].sum(1).tolist()
                 step = paged.extend(self._real[:, start : start + count], start=begin)
         self._seen = paged.version
-        self._step, self._span = step, (start, start + count)
+        self.reserved, self.span = step, (start, start + count)
         return step
 
-    @torch.inference_mode(False)
     def _record(self, batch: int, count: int, real: Tensor | None) -> None:
         start, self.columns = self.columns, self.columns + count
-        if self._real is None and real is None:
-            return
+        if self._real is not None or real is not None:
+            self._record_padding(batch, start, real)
+
+    @torch.inference_mode(False)
+    def _record_padding(self, batch: int, start: int, real: Tensor | None) -> None:
         if self._real is None or self._real.shape[1] < self.columns:
             device = self.paged.device if self.paged else None
             room = torch.ones(batch, 2 * self.columns, dtype=torch.bool, device=device)
