@@ -154,7 +154,7 @@ void agree(const ScoreParams& p, int64_t unit) {
   float* to = p.scores + unit * seq.max_pages;
   for (int64_t i = 0; i < seq.max_pages; i++)
     if (i < begin || i >= end) to[i] = -kInf;
-  const float* raw = p.raw + ((b * seq.q_len + t) * p.num_heads + kv_head * group) * seq.max_pages;
+  float* raw = p.raw + ((b * seq.q_len + t) * p.num_heads + kv_head * group) * seq.max_pages;
   agree_heads(raw, seq.max_pages, group, begin, end, p.rule == GroupRule::softmax, p.softmax_scale, to);
 }
 

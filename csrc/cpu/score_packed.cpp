@@ -102,7 +102,7 @@ void keep(const PackedScoreParams& p, int64_t unit) {
   if (kept == end - begin) {
     for (int64_t i = 0; i < kept; i++) take(i);
   } else {
-    const float* raw = p.coarse_raw + (u.token * p.num_heads + u.first_head) * p.max_groups;
+    float* raw = p.coarse_raw + (u.token * p.num_heads + u.first_head) * p.max_groups;
     float* scores = p.coarse_scores + unit * p.max_groups;
     agree_heads(raw, p.max_groups, u.group, begin, end, p.rule == GroupRule::softmax, p.softmax_scale, scores);
     take_best(scores + begin, end - begin, kept, take);
@@ -219,7 +219,7 @@ void agree_packed(const PackedScoreParams& p, int64_t unit) {
   int64_t begin = 0, end = p.candidates(u.span, u.b, unit);
   for (; begin < end && page(begin) < first_page; begin++) to[begin] = -kInf;
   for (; end > begin && page(end - 1) >= last_page; end--) to[end - 1] = -kInf;
-  const float* raw = p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates;
+  float* raw = p.raw + (u.token * p.num_heads + u.first_head) * p.max_candidates;
   agree_heads(raw, p.max_candidates, u.group, begin, end, p.rule == GroupRule::softmax, p.softmax_scale, to);
 }
 
