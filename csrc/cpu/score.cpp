@@ -134,13 +134,17 @@ static void score_pages(T* type, const ScoreParams& p, int64_t token, const Visi
   }
 }
 
+static void no_score(float* to, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++) to[i] = -kInf;
+}
+
 void score(const ScoreParams& p, const ScoreTask& task, const ScoreTask& next) {
   const Visible v(p, task), then(p, next);
   const int64_t group = p.num_heads / p.num_kv_heads;
   for (int64_t h = 0; h < v.heads * group; h++) {
     float* to = p.raw + (task.token * p.num_heads + v.first_head * group + h) * p.seq.max_pages;
-    for (int64_t i = task.begin; i < task.end; i++)
-      if (i < v.first || i >= v.last) to[i] = -kInf;
+    no_score(to, task.begin, v.first < task.end ? v.first : task.end);
+    no_score(to, v.last, task.end);
   }
   by_dtype(p.page_max.dtype, [&](auto* type) { score_pages(type, p, task.token, v, then); });
 }
@@ -152,8 +156,8 @@ void agree(const ScoreParams& p, int64_t unit) {
   const Span span = seq.span(b, t);
   const int64_t begin = span.first_page, end = span.pos < 0 ? begin : span.scored_end;
   float* to = p.scores + unit * seq.max_pages;
-  for (int64_t i = 0; i < seq.max_pages; i++)
-    if (i < begin || i >= end) to[i] = -kInf;
+  no_score(to, 0, begin);
+  no_score(to, end, seq.max_pages);
   float* raw = p.raw + ((b * seq.q_len + t) * p.num_heads + kv_head * group) * seq.max_pages;
   agree_heads(raw, seq.max_pages, group, begin, end, p.rule == GroupRule::softmax, p.softmax_scale, to);
 }
