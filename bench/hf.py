@@ -26,7 +26,7 @@ from quest.passkey import document, encode
 __all__ = ["run", "run_llama", "show"]
 
 WARM_UP = 3  # steps that don't count
-PATH_STEPS = 16  # in which the parts of a step are timed
+PATH_STEPS = 48  # in which the parts of a step are timed
 
 
 def run(

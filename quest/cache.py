@@ -78,7 +78,7 @@ class PagedKVCache(PagedSequences):
     def _lie_on(self, pools: Pools, batch_size: int, config: QuestConfig | None = None) -> None:
         self._own_pools = False
         check_int("PagedKVCache", "batch_size", batch_size, 0)
-        self._quick: dict[tuple[Any, ...], tuple[tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
+        self._quick: dict[int, tuple[tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...], Call]] = {}  # see `decode`
         super().__init__(pools, batch_size)
         self.config = pools.config if config is None else config
         self.k_cache, self.v_cache, self.summaries = pools.k_cache, pools.v_cache, pools.summaries
@@ -139,24 +139,27 @@ class PagedKVCache(PagedSequences):
         if self.pools.stale:
             self._mend()
         # A step like an earlier one goes straight to the op. What doesn't fit it refuses too, and the checks say why.
-        like = layer, query.shape, softmax_scale, softcap, window, heads_first
+        like = query.shape, softmax_scale, softcap, window, heads_first
         done = None
         try:
-            if sinks is None and backend == "auto" and step.version == self._version and not torch.is_grad_enabled():
-                pools, settings, call = self._quick[like]
+            quick = self._quick.get(layer)
+            usual = sinks is None and backend == "auto" and not torch.is_grad_enabled()
+            if usual and quick is not None and quick[0] == like and step.version == self._version:
+                _, pools, settings, call = quick
                 rows = step.block_table, step.seq_lens, step.slot_mapping
                 done = self._op(query, key, value, *pools, *rows, *settings, heads_first=heads_first)
         except Exception:
             pass
         if done is None:
-            done, call = self._decode(like, query, key, value, step, sinks, backend)
+            done, call = self._decode(layer, like, query, key, value, step, sinks, backend)
         self._stored_step[layer] = step.version
         if self.stats.record(call, step.lengths):
-            self._measure(like, query, step, sinks, done[1])
+            self._measure(layer, like, query, step, sinks, done[1])
         return done
 
     def _decode(
         self,
+        layer: int,
         like: tuple[Any, ...],
         query: Tensor,
         key: Tensor,
@@ -166,7 +169,7 @@ class PagedKVCache(PagedSequences):
         backend: str,
     ) -> tuple[tuple[Tensor, Tensor], Call]:
         """`decode` with every check, which leaves in `_quick` what a step like this one can do without."""
-        layer, _, softmax_scale, softcap, window, heads_first = like
+        _, softmax_scale, softcap, window, heads_first = like
         if heads_first:
             query, key, value = (_tokens_first(x) for x in (query, key, value))
         self._check_step("decode", layer, key, value, step)
@@ -186,12 +189,14 @@ class PagedKVCache(PagedSequences):
         if sinks is None and backend == "auto" and self.device.type == "cpu" and query.dim() == 4:
             usual = softmax_scale, softcap, None, window
             settings = op_settings(query, step.block_table, self.config, layer, *usual, check=False)
-            self._quick[like] = pools, settings, call
+            self._quick[layer] = like, pools, settings, call
         return done, call
 
-    def _measure(self, like: tuple[Any, ...], query: Tensor, step: Step, sinks: Tensor | None, lse: Tensor) -> None:
+    def _measure(
+        self, layer: int, like: tuple[Any, ...], query: Tensor, step: Step, sinks: Tensor | None, lse: Tensor
+    ) -> None:
         """Tell `stats` how much of dense attention's mass a decode step has read, whose lse is given."""
-        layer, _, softmax_scale, softcap, window, heads_first = like
+        _, softmax_scale, softcap, window, heads_first = like
         if heads_first:
             query = _tokens_first(query)
         options: dict[str, Any] = dict(softmax_scale=softmax_scale, softcap=softcap, sinks=sinks, window=window)

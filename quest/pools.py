@@ -24,6 +24,7 @@ from quest.slots import SlotResidency
 __all__ = ["Pools", "Usage"]
 
 MEMORY_PAGE = 4096  # bytes
+NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ class Pools:
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """What `residency` fetches inside stays until the end."""
-        return contextlib.nullcontext() if self.residency is None else self.residency.step()
+        return NOTHING if self.residency is None else self.residency.step()
 
     def store(self, blocks: Sequence[int]) -> Stored:
         """Copy what blocks hold to the second tier, K, V and summaries of every layer that has any."""

@@ -110,7 +110,8 @@ class PagedSequences:
         """
         counts, q_len, real = self._new_tokens(num_new)
         begin = self.lengths if start is None else self._check_start(start)
-        self._mend()
+        if self.pools.stale:
+            self._mend()
         if self.num_free_blocks < sum(counts) // self.config.block_size + 2 * len(counts):  # more than can be needed
             self.pools.reserve(self._sequences.needed(begin, counts))
         ids, before = self.ids, self.lengths
