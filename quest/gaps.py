@@ -28,8 +28,9 @@ class Gaps:
         self._away: dict[int, set[int]] = {}  # suspended sequences, and which layers had not begun then
 
     def begin(self, version: int, ids: Sequence[int], before: Sequence[int], *span: Sequence[int]) -> None:
-        """A step of sequences that had `before` tokens; `span`: the first position of each that is stored, and the one
-        after the last."""
+        """The step before is over. The next is of sequences that had `before` tokens; `span`: the first position of
+        each that is stored, and the one after the last."""
+        self.note()
         self._version, self._spans, self._given = version, (ids, before, *span), {}
 
     def note(self) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quest import _host
+from quest._host import OutOfBlocks
 from quest.gaps import Gaps
 from quest.pools import Pools, Stored, Usage, check_int
 
@@ -110,25 +112,34 @@ class PagedSequences:
         """
         counts, q_len, real = self._new_tokens(num_new)
         begin = self.lengths if start is None else self._check_start(start)
+        ids, before, span = self.ids, self.lengths, (begin, counts, q_len, real)
         if self.pools.stale:
             self._mend()
-        if self.num_free_blocks < sum(counts) // self.config.block_size + 2 * len(counts):  # more than can be needed
+        if (residency := self.pools.residency) is None:
+            try:
+                taken, (slots, ends, seq_lens, num) = self._take(span)
+            except OutOfBlocks:
+                self.pools.reserve(self._sequences.needed(begin, counts))
+                taken, (slots, ends, seq_lens, num) = self._take(span)
+        else:  # what may fail comes before what changes
             self.pools.reserve(self._sequences.needed(begin, counts))
-        ids, before = self.ids, self.lengths
-        with self.pools.step():
-            if (residency := self.pools.residency) is not None:  # what may fail comes before what changes
+            with residency.step():
                 residency.hold(self._sequences.to_copy(begin, counts))
-            self._gaps.end()
-            copies, fresh, slots, ends, seq_lens, num = self._sequences.extend(begin, counts, q_len, real)
-            if copies or fresh:
-                self._changed(copies, fresh, ())
+                taken, (slots, ends, seq_lens, num) = self._take(span)
         lens = self._tensor(seq_lens)
-        if copies or fresh or start is not None:
+        if taken or start is not None:
             self._refresh()
         else:  # the rows and their blocks are those of before
             self.lengths, self.seq_lens, self._version = ends, lens, self._version + 1
         self._gaps.begin(self._version, ids, before, begin, ends)
         return Step(self._tensor(slots), lens, self.block_table, self._tensor(num), ends, self._version)
+
+    def _take(self, span: tuple[Any, ...]) -> tuple[bool, tuple[Any, ...]]:
+        """Extend the rows; whether there are other blocks now, and the step's slots, lengths and counts."""
+        copies, fresh, *numbers = self._sequences.extend(*span)
+        if copies or fresh:
+            self._changed(copies, fresh, ())
+        return bool(copies or fresh), tuple(numbers)
 
     def admits(self, num_tokens: int) -> bool:
         """Whether a new sequence of so many tokens fits without growing the pools, and leaves the watermark free."""
@@ -308,9 +319,12 @@ class PagedSequences:
 
     def _new_tokens(self, num_new: int | Sequence[int] | Tensor) -> tuple[list[int], int, np.ndarray | None]:
         """Tokens per row, places per row, and which of them hold tokens [batch, q_len] (None: the last ones)."""
-        batch = self.batch_size
+        batch = len(self.lengths)
         if not batch:
             raise ValueError("extend: the batch must have rows, got none: add or select sequences")
+        if isinstance(num_new, int):
+            check_int("extend", "num_new", num_new, 1)
+            return [num_new] * batch, num_new, None
         if isinstance(num_new, Tensor):
             if num_new.dtype != torch.bool or num_new.dim() != 2 or num_new.shape[0] != batch or not num_new.numel():
                 raise ValueError(
@@ -318,9 +332,6 @@ class PagedSequences:
                 )
             real = num_new.cpu().contiguous().numpy()
             return real.sum(1).tolist(), real.shape[1], real
-        if isinstance(num_new, int):
-            check_int("extend", "num_new", num_new, 1)
-            return [num_new] * batch, num_new, None
         counts = list(num_new)
         if len(counts) != batch:
             raise ValueError(f"extend: num_new must be one number per row ({batch}), got {len(counts)}")

@@ -452,11 +452,9 @@ class SlotResidency:
 
     def _numbers(self, x: Tensor) -> Any:
         """A tensor's numbers on the host."""
-        return (
-            x.numpy()
-            if x.device.type == "cpu"
-            else self._shared(("host", x.dim(), x.dtype), x, lambda: x.cpu().numpy())
-        )
+        if x.is_cpu:
+            return x.numpy()
+        return self._shared(("host", x.dim(), x.dtype), x, lambda: x.cpu().numpy())
 
     def _shared(self, name: Any, source: Tensor, make: Any) -> Any:
         """What is made from a step's tensor, once for all layers."""
