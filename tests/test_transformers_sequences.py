@@ -118,6 +118,7 @@ def test_a_batch_takes_over_what_all_its_rows_find(family: str) -> None:
     assert cache.begin(batch, mask) == 3 + 4 * PAGE
     options = dict(family=family, attention_mask=mask)
     assert answer(batch, cache, **options) == answer(batch, **options)
+    assert {read.steps for read in cache.stats.layers.values()} == {12 - 1}  # of all layers, sliding ones too
 
 
 def test_a_copy_shares_blocks_until_it_writes() -> None:
@@ -278,6 +279,16 @@ def test_a_window_is_read_as_by_sliding_layers(family: str) -> None:
     forward(model(family), text[:, :31], plain)
     more = ids(3, 9)
     torch.testing.assert_close(forward(model(family), more, cache), forward(model(family), more, plain))
+
+
+def test_settings_of_sliding_layers_hold() -> None:
+    """Packed summaries leave the sink out, so it must be the pools'."""
+    config = PACKED.replace(layers={0: {"sink_tokens": 8}, 1: {"budget": 40}})
+    cache = on(pools(config), "gemma3")
+    text = ids(150)
+    assert answer(text, cache, family="gemma3") == answer(text, family="gemma3", config=config)
+    assert [cache.config.layer(i) for i in (1, 2)] == [config.layer(i) for i in (1, 2)]
+    assert (cache.config.layer(0).dense, cache.config.layer(0).sink_tokens) == (True, 8)
 
 
 def test_layers_that_see_chunks_or_have_a_state_are_refused() -> None:

@@ -79,7 +79,8 @@ class QuestCache(Cache):
         config = QuestConfig() if config is None else config
         windows = {} if prefix_cache is None else _windows(model_config, layers)
         if windows:
-            config = config.replace(layers={**config.layers, **{i: {"dense": True} for i in windows}})
+            dense = {i: {**config.layers.get(i, {}), "dense": True} for i in windows}
+            config = config.replace(layers={**config.layers, **dense})
         self.store = Store(len(layers), config, prefix_cache, offload)
         paged = [type(layer) is DynamicLayer or i in windows for i, layer in enumerate(layers)]
         super().__init__(

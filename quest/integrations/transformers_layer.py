@@ -99,7 +99,7 @@ class QuestLayer(CacheLayerMixin):
             return out
         key, value = self.pending
         real = None if mask is None else self._real(mask)
-        if window is not None and not (real is None and store.left_padded):
+        if window is not None and not (store.left_padded and (real is None or bool(real.all()))):
             return None  # a window is counted in columns, the pages in tokens
         if mask is not None and not store.knows(mask, window, start):
             if not is_plain(mask[..., : start + q_len], window, store.real, real, start):
