@@ -47,7 +47,7 @@ class _Layer:
 
     @property
     def unit_bytes(self) -> int:
-        return sum(pool[0].nbytes for pool in self.on_host)
+        return sum(pool.stride(0) * pool.itemsize for pool in self.on_host)
 
 
 class _Tail(NamedTuple):
