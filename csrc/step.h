@@ -65,10 +65,11 @@ class Flags {
 Tensor split(AttendParams& p);
 
 // The whole step in one parallel region, whose tasks are taken in order: `before` ones that score, before_task(i), then
-// the selection of each unit (batch, token, kv head), for which agree(unit) makes the scores ready, then its attention
-// in splits, whose last to finish combines them. A selection waits for its unit's scores and attention for its unit's
-// selection, that is only ever for work which some thread has begun before: with any number of threads nobody waits
-// forever. A unit's scoring touches about `scored` rows.
+// for each unit (batch, token, kv head) its selection, for which agree(unit) makes the scores ready, and its attention
+// in splits, whose last to finish combines them. A unit is selected for just before the unit ahead of it is attended
+// to: while one thread selects, which leaves the memory idle, the others read. A selection waits for its unit's scores
+// and attention for its unit's selection, that is only ever for work which some thread has begun before: with any
+// number of threads nobody waits forever. A unit's scoring touches about `scored` rows.
 template <typename Before, typename Agree>
 std::tuple<Tensor, Tensor> run_step(int64_t before, const Before& before_task, const Agree& agree, int64_t scored,
                                     const SelectParams& selected, AttendParams& attended, ScalarType out_dtype) {
@@ -93,15 +94,13 @@ std::tuple<Tensor, Tensor> run_step(int64_t before, const Before& before_task, c
     if (attended.num_splits > 1 && to_attend.last(which)) cpu::kernels().combine(attended, which);
   };
 
-  const int64_t selects = before + units, parts = attends * attended.num_splits;
+  const int64_t parts = attends * attended.num_splits;
   const int64_t rows = units * attends * attended.tile_heads * (scored + attended.max_selected * seq.page_size);
-  run_tasks(selects + units * parts, rows * attended.k_cache.dim, [&](int64_t i) {
-    if (i < before)
-      before_task(i);
-    else if (i < selects)
-      select(i - before);
-    else
-      attend((i - selects) / parts, (i - selects) % parts);
+  run_tasks(before + (units + 1) * (1 + parts), rows * attended.k_cache.dim, [&](int64_t i) {
+    if (i < before) return before_task(i);
+    const int64_t unit = (i - before) / (1 + parts), part = (i - before) % (1 + parts) - 1;
+    if (part < 0 && unit < units) select(unit);
+    if (part >= 0 && unit > 0) attend(unit - 1, part);
   });
   return result;
 }

@@ -10,7 +10,7 @@
 
 namespace quest::cpu::QUEST_ISA {
 
-constexpr int kTileRows = 48;  // rows of K and V per tile
+constexpr int kTileRows = 32;  // rows of K and V per tile
 
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int kRegisters = 32;
