@@ -45,6 +45,7 @@ class PagedSequences:
         self.pools = pools
         self.config = pools.config
         self.device = pools.device
+        self._on_cpu = pools.device.type == "cpu"  # a device makes that name anew each time, which is slow
         self._sequences = _host.Sequences(pools.blocks)
         for _ in range(batch_size):
             self._sequences.add()
@@ -364,13 +365,13 @@ class PagedSequences:
             with torch.inference_mode(False):
                 self._room = torch.from_numpy(sequences.table())
         table = self._room[: len(self.ids), : max(1, sequences.width)]
-        self.block_table = table if self.device.type == "cpu" else table.to(self.device)
+        self.block_table = table if self._on_cpu else table.to(self.device)
         self.seq_lens = self._int32(self.lengths)
         self._version += 1
 
     def _tensor(self, numbers: np.ndarray) -> Tensor:
         made = torch.from_numpy(numbers)
-        return made if self.device.type == "cpu" else made.to(self.device)
+        return made if self._on_cpu else made.to(self.device)
 
     def _int32(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)

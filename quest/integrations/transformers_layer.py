@@ -58,7 +58,7 @@ class QuestLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         store = self.store
-        like = self.columns, store.epoch, key_states.shape, value_states.shape, key_states.dtype, key_states.device
+        like = self.columns, store.epoch, key_states.shape, value_states.shape, self.dtype, self.device
         lazy = store.lazy.take(self, like)
         self.pending = key_states, value_states
         return lazy

@@ -88,24 +88,24 @@ class LazyPair:
         self._like: tuple[Any, ...] = ()
         self._keys: LazyKeys
         self._values: LazyValues
+        self._source: Source
 
     def take(self, layer: QuestLayer, like: tuple[Any, ...]) -> tuple[LazyKeys, LazyValues]:
-        """For (columns before, epoch of the store, shapes of the new K and V, dtype, device)."""
+        """For (columns before, epoch of the store, shapes of the new K and V, the layer's dtype and device)."""
         # Of what nobody else keeps, one reference is that of `self` and one that of the argument.
         if like != self._like or getrefcount(self._keys) > 2 or getrefcount(self._values) > 2:
             layer.check_states(*like[2:4])
             self._make(*like)
             self._like = like
-        keys, values = self._keys, self._values
-        keys.source.layer = ref(layer)  # no reference back to what holds this pair
-        return keys, values
+        self._source.layer = ref(layer)  # no reference back to what holds this pair
+        return self._keys, self._values
 
     def _make(self, start: int, epoch: int, key_shape: Any, value_shape: Any, dtype: Any, device: Any) -> None:
         batch, heads, q_len, dim = key_shape
         columns, make = start + q_len, torch.Tensor._make_wrapper_subclass
         self._keys = make(LazyKeys, (batch, heads, columns, dim), dtype=dtype, device=device)
         self._values = make(LazyValues, (batch, heads, columns, value_shape[3]), dtype=dtype, device=device)
-        self._keys.source = self._values.source = Source(columns, epoch)
+        self._source = self._keys.source = self._values.source = Source(columns, epoch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyPair:
         return LazyPair()
