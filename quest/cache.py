@@ -153,7 +153,9 @@ class PagedKVCache(PagedSequences):
         if done is None:
             done, call = self._decode(layer, like, query, key, value, step, sinks, backend)
         self._stored_step[layer] = step.version
-        if self.stats.record(call, step.lengths):
+        stats = self.stats
+        stats.pending.append((call, step.lengths))
+        if len(stats.pending) >= stats.due_from and stats.due(call):
             self._measure(layer, like, query, step, sinks, done[1])
         return done
 

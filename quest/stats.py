@@ -123,11 +123,12 @@ class Stats:
     def __init__(self, config: QuestConfig) -> None:
         self._config = config
         self._every = 0
+        self.due_from = MOST_PENDING
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the setting of `sample_mass`."""
-        self._pending: deque[tuple[Call, Sequence[int]]] = deque()  # a cache adds to it while others read
+        self.pending: deque[tuple[Call, Sequence[int]]] = deque()  # see `due`; others may read meanwhile
         self._settling = threading.Lock()
         self._read: dict[int, list[int]] = {}  # steps, and then as in `_rows`
         self._masses: dict[int, _MassSum] = {}
@@ -144,6 +145,7 @@ class Stats:
         """
         Args("sample_mass").at_least("every", every, 0)
         self._every = every
+        self.due_from = 0 if every else MOST_PENDING
         self._calls.clear()
 
     @property
@@ -201,14 +203,16 @@ class Stats:
 
     # --- for caches --------------------------------------------------------------------------------------------------
 
-    def record(self, call: Call, lengths: Sequence[int]) -> bool:
-        """Note one decode call and its rows' lengths after the append, which must not change any more.
+    def due(self, call: Call) -> bool:
+        """What a cache asks after a decode call, if `pending` holds `due_from` calls or more.
+
+        A cache notes each call in `pending`, with its rows' lengths after the append, which must not change any more.
+        It adds by itself, and asks only then: that is done in every layer of every step.
 
         Returns:
             Whether the call's attention mass should be measured: see `record_mass`.
         """
-        self._pending.append((call, lengths))
-        if len(self._pending) >= MOST_PENDING:
+        if len(self.pending) >= MOST_PENDING:
             self._settle()
         if not self._every:
             return False
@@ -235,7 +239,7 @@ class Stats:
 
     def _settle(self) -> None:
         with self._settling:
-            self._sum_up([self._pending.popleft() for _ in range(len(self._pending))])
+            self._sum_up([self.pending.popleft() for _ in range(len(self.pending))])
 
     def _sum_up(self, pending: list[tuple[Call, Sequence[int]]]) -> None:
         steps: defaultdict[Call, list[Sequence[int]]] = defaultdict(list)
@@ -267,7 +271,7 @@ class Stats:
         self._settle()
         clone = copy.copy(self)
         memo[id(self)] = clone
-        clone._pending, clone._settling, clone._read = deque(), threading.Lock(), dict(self._read)
+        clone.pending, clone._settling, clone._read = deque(), threading.Lock(), dict(self._read)
         clone._masses, clone._calls = dict(self._masses), self._calls.copy()
         return clone
 
