@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
 from quest.bench.peers import vllm_attention
-from quest.bench.shapes import Plain, Shape, decode, paged_layers, plain_layers
+from quest.bench.shapes import Plain, Shape, decode, memory, paged_layers, plain_layers
 
 __all__ = ["SWEEPS", "run", "show", "sweep"]
 
@@ -90,8 +90,8 @@ def measure(
     paged_turn, plain_turn = itertools.cycle(paged), itertools.cycle(plain)
     new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
     query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)
-    memory = [pool for layer in paged for pool in layer[:2]]
-    reader, reader_dense, peak = Reader(read.total, memory), Reader(read_dense.total, memory), fma_peak()
+    cold = memory(paged)
+    reader, reader_dense, peak = Reader(read.total, cold), Reader(read_dense.total, cold), fma_peak()
 
     methods: dict[str, tuple[int, int, Callable[[], Any]]] = {  # calls a round, every how many rounds, one call
         "quest": (len(paged), 1, lambda: decode(query, new, next(paged_turn), config)),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quest.bench.shapes import Paged, Shape
+from quest.pools import empty
 
 __all__ = ["LlamaCpp", "VllmAttention", "llama_available", "vllm_attention"]
 
@@ -68,7 +69,7 @@ class VllmAttention:
         fine = size % 32 == 0 and dim % 32 == 0
         amx = shape.torch_dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
         isa = ("amx" if amx else "vec") if fine else "vec16"  # as vLLM chooses
-        self.k, self.v = torch.empty_like(k), torch.empty_like(v)
+        self.k, self.v = (empty(x.shape, x.dtype) for x in (k, v))
         rows = (x.transpose(1, 2).reshape(-1, heads, dim) for x in (k, v))
         torch.ops._C.cpu_attn_reshape_and_cache(*rows, self.k, self.v, torch.arange(blocks * size), isa)
         self.rows, self.table, self.lens = (shape.batch, shape.num_heads, dim), table, lens

@@ -14,9 +14,9 @@ from quest import QuestConfig
 from quest.bytes import StepBytes, step_bytes
 from quest.models import DTYPES
 from quest.packing import packing_of
-from quest.pools import empty
+from quest.pools import empty, side_by_side
 
-__all__ = ["PRESETS", "Paged", "Plain", "Shape", "decode", "paged_layers", "plain_layers"]
+__all__ = ["PRESETS", "Paged", "Plain", "Shape", "decode", "memory", "paged_layers", "plain_layers"]
 
 PRESETS: Mapping[str, QuestConfig] = {  # ways to read, each with a shape's budget
     "default": QuestConfig(),
@@ -135,10 +135,11 @@ def paged_layers(shape: Shape, config: QuestConfig, count: int) -> list[Paged]:
     made = []
     for _ in range(count):
         heads = (sum(needed), shape.num_kv_heads)
-        k, v = (random((*heads, size, shape.head_dim), shape.torch_dtype) for _ in range(2))
+        k, v = random((*heads, size, 2 * shape.head_dim), shape.torch_dtype).chunk(2, -1)  # as in `quest.pools`
         places = table, seq_lens
         if (packing := packing_of(config)) is None:
-            low, high = (empty((*heads, size // config.page_size, shape.head_dim), shape.torch_dtype) for _ in range(2))
+            dims = shape.head_dim, shape.head_dim
+            low, high = side_by_side((*heads, size // config.page_size), dims, shape.torch_dtype)
             quest.summarise(k, low, high, *places, seq_lens)
             made.append(Paged(k, v, (low, high), *places, slots))
         else:
@@ -146,6 +147,11 @@ def paged_layers(shape: Shape, config: QuestConfig, count: int) -> list[Paged]:
             quest.pack(k, packed, *places, seq_lens, packing=packing, sink_tokens=config.sink_tokens)
             made.append(Paged(k, v, (packed,), *places, slots))
     return made
+
+
+def memory(layers: Sequence[Paged]) -> list[Tensor]:
+    """K and V of the layers as they lie in memory, each layer's in one run."""
+    return [layer.k_cache.as_strided((2 * layer.k_cache.numel(),), (1,)) for layer in layers]
 
 
 def decode(query: Tensor, new: Tensor, layer: Paged, config: QuestConfig) -> Tensor:

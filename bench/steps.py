@@ -15,7 +15,7 @@ import quest
 from quest.bench.decode import tables
 from quest.bench.machine import Reader, copies, fma_peak, median_ms, timed
 from quest.bench.peers import VllmAttention, vllm_attention
-from quest.bench.shapes import Paged, Shape, decode, paged_layers
+from quest.bench.shapes import Paged, Shape, decode, memory, paged_layers
 from quest.bytes import StepBytes
 from quest.packing import packing_of
 
@@ -104,8 +104,8 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     peers = [vllm_selected(shape, x, page_idx) for x, page_idx in pairs]
     if peers[0] is not None:
         verbs["attend, vLLM"] = (read.kv, attended, [lambda peer=peer: peer(query) for peer in peers])
-    memory = [pool for x in layers for pool in x[:2]]
-    readers = {name: Reader(verbs[name][0], memory) for name in verbs if name.startswith(("score", "attend", "decode"))}
+    cold = memory(layers)
+    readers = {name: Reader(verbs[name][0], cold) for name in verbs if name.startswith(("score", "attend", "decode"))}
     seconds: dict[str, list[float]] = {name: [] for name in verbs}
     reading: dict[str, list[float]] = {name: [] for name in readers}
     for turn in range(-1, rounds):

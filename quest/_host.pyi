@@ -238,6 +238,9 @@ class Sequences:
     def __deepcopy__(self, memo: dict[int, Any]) -> Sequences:
         """On a deep copy of the blocks; on the same ones, held once more each, where `memo` maps them to themselves."""
 
+def advise_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask the system to back memory, which begins with a page, by huge pages, where it has such."""
+
 class ResidencyCounts:
     """`hits`, `misses` in units; `bytes_in`, `bytes_out` moved; `resident`, `peak` bytes in memory."""
 

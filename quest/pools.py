@@ -23,7 +23,7 @@ from quest.slots import SlotResidency
 
 __all__ = ["Pools", "Usage"]
 
-MEMORY_PAGE = 4096  # bytes
+MEMORY_PAGE, HUGE_PAGE = 4096, 2 << 20  # bytes
 NOTHING = contextlib.nullcontext()
 
 
@@ -75,13 +75,28 @@ class Usage:
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """An uninitialised tensor whose data starts with a page of memory: a page of keys then lies in as few as can be.
 
-    Selected pages lie anywhere, so each page of memory they touch costs a walk through the page tables.
+    Selected pages lie anywhere, so each page of memory they touch costs a walk through the page tables. A large tensor
+    on the CPU gets huge pages, which spare most of these walks, if the system lends them to those who ask.
     """
-    room = MEMORY_PAGE // dtype.itemsize
     numel = math.prod(shape)
-    flat = torch.empty(numel + room, dtype=dtype, device=device)
-    start = -flat.data_ptr() % MEMORY_PAGE // dtype.itemsize
-    return flat[start : start + numel].view(*shape)
+    large = numel * dtype.itemsize >= 4 * HUGE_PAGE
+    page = HUGE_PAGE if large else MEMORY_PAGE
+    flat = torch.empty(numel + page // dtype.itemsize, dtype=dtype, device=device)
+    start = -flat.data_ptr() % page // dtype.itemsize
+    tensor = flat[start : start + numel].view(*shape)
+    if large and flat.is_cpu:
+        _host.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
+def side_by_side(
+    shape: Sequence[int], dims: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
+) -> tuple[Tensor, ...]:
+    """A tensor [*shape, dim] for each of `dims`, as `empty` makes them, the same row of all of them in one run.
+
+    What is read together then lies together: a token's K and V, a page's minimum and maximum.
+    """
+    return empty((*shape, sum(dims)), dtype, device).split(list(dims), -1)
 
 
 class Stored(NamedTuple):
@@ -259,35 +274,44 @@ class Pools:
 
     @torch.inference_mode(False)  # pools outlive the mode they are made in, and are written outside it
     def _create(self, layer: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype) -> None:
-        num_blocks = self.blocks.num_blocks
-        block_size, pages = self.config.block_size, self.config.block_size // self.config.page_size
-        shapes = [(block_size, head_dim), (block_size, v_head_dim)]
-        if self.packing is None:
-            shapes += [(pages, head_dim), (pages, head_dim)]
+        sizes = self.blocks.num_blocks, num_kv_heads
+        summaries = self._new_summaries(*sizes, head_dim, dtype)
         if self.residency is None:
-            made = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes]
+            kv = self._new_kv(*sizes, head_dim, v_head_dim, dtype)
         else:
-            summaries = [empty((num_blocks, num_kv_heads, *shape), dtype, self.device) for shape in shapes[2:]]
-            made = [*self.residency.create(layer, num_blocks, num_kv_heads, (head_dim, v_head_dim), dtype), *summaries]
-        if self.packing is not None:
-            made.append(empty((num_blocks, num_kv_heads, self.packing.num_bytes(head_dim)), torch.uint8, self.device))
-        for pools, pool in zip(self.kinds, made, strict=True):
+            kv = self.residency.create(layer, *sizes, (head_dim, v_head_dim), dtype)
+        for pools, pool in zip(self.kinds, (*kv, *summaries), strict=True):
             pools[layer] = pool
+
+    def _new_kv(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, v_head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        rows = num_blocks, num_kv_heads, self.config.block_size
+        return side_by_side(rows, (head_dim, v_head_dim), dtype, self.device)
+
+    def _new_summaries(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        if self.packing is not None:
+            return (empty((num_blocks, num_kv_heads, self.packing.num_bytes(head_dim)), torch.uint8, self.device),)
+        pages = self.config.block_size // self.config.page_size
+        return side_by_side((num_blocks, num_kv_heads, pages), (head_dim, head_dim), dtype, self.device)
 
     @torch.inference_mode(False)
     def _grow(self, num_blocks: int) -> None:
         """Room for `num_blocks`. Where memory runs out, layers are larger already or as before, all of them whole."""
         for layer, k_cache in enumerate(self.k_cache):
-            if k_cache is None or k_cache.shape[0] >= num_blocks:
+            if (stored := self.stored(layer)) is None or k_cache is None or k_cache.shape[0] >= num_blocks:
                 continue
-            kinds = self.kinds
-            if self.residency is not None:
-                kinds = self.summaries
-            old = [pool for pools in kinds if (pool := pools[layer]) is not None]
-            new = [empty((num_blocks, *pool.shape[1:]), pool.dtype, self.device) for pool in old]
-            if self.residency is not None:
+            num_kv_heads, _, head_dim = k_cache.shape[1:]
+            new = self._new_summaries(num_blocks, num_kv_heads, head_dim, k_cache.dtype)
+            kinds = self.summaries
+            if self.residency is None:
+                new = *self._new_kv(num_blocks, num_kv_heads, head_dim, stored[1].shape[3], k_cache.dtype), *new
+                kinds = self.kinds
+            else:
                 self.k_cache[layer], self.v_cache[layer] = self.residency.grow(layer, num_blocks)
-            for pools, small, large in zip(kinds, old, new, strict=True):
+            for pools, small, large in zip(kinds, stored[-len(new) :], new, strict=True):
                 large[: small.shape[0]] = small
                 pools[layer] = large
 

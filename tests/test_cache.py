@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,7 +332,7 @@ def test_fork_shares_full_blocks() -> None:
     assert used() == 10 + 5
 
 
-@pytest.mark.parametrize("allocations", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("allocations", [0, 1, 2, 3])
 def test_memory_that_runs_out_changes_nothing(allocations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever growing stops, in the middle of a layer or between two, the cache is as before and works on."""
     plain = Plain(2, 2, config())
@@ -368,8 +369,40 @@ def test_pools_start_on_a_page_of_memory(dtype: torch.dtype) -> None:
     for length in (3, 300):
         key, value = (x.to(dtype) for x in new_tokens(1, length, torch.Generator()))
         cache.append(0, key, value, cache.extend(length))
-        for kind in cache.pools.kinds:
-            assert kind[0].data_ptr() % quest.pools.MEMORY_PAGE == 0
+        for first in cache.k_cache + cache.summaries[0]:
+            assert first.data_ptr() % quest.pools.MEMORY_PAGE == 0
+
+
+@pytest.mark.parametrize("way", [QuestConfig(page_size=16), QuestConfig()], ids=["pages", "packed"])
+def test_what_is_read_together_lies_together(way: QuestConfig) -> None:
+    """A token's K and V, and a page's minimum and maximum, also after the pools have grown."""
+    cache = PagedKVCache(1, 1, config=way)
+    for length in (3, 3000):
+        cache.append(0, torch.randn(1, length, 2, 24), torch.randn(1, length, 2, 8), cache.extend(length))
+        (k,), (v,) = cache.k_cache, cache.v_cache
+        assert v.data_ptr() == k.data_ptr() + 24 * 4
+        assert k.stride() == v.stride() == (k.shape[1] * k.shape[2] * 32, k.shape[2] * 32, 32, 1)
+        if way.summary_bits is None:
+            low, high = (pools[0] for pools in cache.summaries)
+            assert high.data_ptr() == low.data_ptr() + 24 * 4
+            assert low.stride() == high.stride() == (low.shape[1] * low.shape[2] * 48, low.shape[2] * 48, 48, 1)
+
+
+def test_large_pools_ask_for_huge_pages() -> None:
+    flags = Path("/proc/self/smaps")
+    if not flags.exists() or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no transparent huge pages")
+    tensor = quest.pools.empty((4 * quest.pools.HUGE_PAGE,), torch.uint8)
+    assert tensor.data_ptr() % quest.pools.HUGE_PAGE == 0
+    within = False
+    for line in flags.read_text().splitlines():
+        if "-" in (span := line.split()[0]):
+            start, end = (int(place, 16) for place in span.split("-"))
+            within = start <= tensor.data_ptr() < end
+        elif within and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            return
+    raise AssertionError("the tensor lies in no mapping")
 
 
 @torch.no_grad()

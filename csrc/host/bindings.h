@@ -6,6 +6,7 @@
 namespace quest_host {
 
 void bind_blocks(pybind11::module_& module);
+void bind_memory(pybind11::module_& module);
 void bind_residency(pybind11::module_& module);
 void bind_slots(pybind11::module_& module);
 
