@@ -64,6 +64,9 @@ static void attend_rows(const AttendParams& p, const Q* q, int64_t ldq, int64_t 
   dot(Factors<Q, T, 1>{{q}, {tile.k}}, heads, n, ldq, p.k_cache.dim, logits, kTileRows, Ahead<T>(next.k, kTileRows));
   for (int64_t h = 0; h < heads; h++) {
     float* l = logits + h * kTileRows;
+    // The softmax itself reads nothing: rows of V that are asked for meanwhile keep the memory at work.
+    for (int64_t r = 4 * h; r < 4 * h + 4 && r < kTileRows; r++)
+      for (int64_t d = 0; d < p.v_cache.dim; d += 64 / sizeof(T)) prefetch(next.v[r] + d);
     if (p.softcap > 0) {
       for (int i = 0; i < n; i++) l[i] = p.softcap * __builtin_tanhf(l[i] * p.softmax_scale / p.softcap);
     } else {
