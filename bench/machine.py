@@ -76,12 +76,12 @@ def last_level_cache() -> int:
 def copies(touched: int, size: int) -> int:
     """Layers that must take turns until what a step touches has left the last-level cache by its next turn.
 
-    Where four times that cache would be more than a quarter of the machine's memory, as layers of `size` bytes of which
-    a step touches little, it is half as many.
+    Fewer where layers of `size` bytes would fill more than a quarter of the machine's memory: then whoever reads all of
+    one, as dense attention does between two turns, leaves nothing of the others there.
     """
     wanted = max(1, -(-4 * last_level_cache() // max(1, touched)))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return wanted if wanted * size <= memory // 4 else -(-wanted // 2)
+    return min(wanted, max(1, memory // 4 // size))
 
 
 class Reader:
