@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,17 @@ def test_info_names_every_backend_and_every_reason() -> None:
 def test_info_needs_no_transformers() -> None:
     code = "import sys; sys.modules['transformers'] = None; from quest.cli import app; app(['info'])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_layers_that_take_turns_fit_the_memory() -> None:
+    """A context of a million tokens, of which a step touches little, once asked for three layers and ended the run."""
+    from quest.bench.machine import copies, last_level_cache
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    touched = last_level_cache() // 2
+    assert copies(touched, 1 << 20) == 8
+    assert copies(touched, memory // 4 // 3) == 3
+    assert copies(touched, memory // 4) == copies(touched, memory) == 1
 
 
 def test_bench_decode(tmp_path: Path) -> None:
