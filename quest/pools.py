@@ -300,14 +300,15 @@ class Pools:
     @torch.inference_mode(False)
     def _grow(self, num_blocks: int) -> None:
         """Room for `num_blocks`. Where memory runs out, layers are larger already or as before, all of them whole."""
-        for layer, k_cache in enumerate(self.k_cache):
-            if (stored := self.stored(layer)) is None or k_cache is None or k_cache.shape[0] >= num_blocks:
+        for layer in range(self.num_layers):
+            if (stored := self.stored(layer)) is None or stored[0].shape[0] >= num_blocks:
                 continue
+            k_cache, v_cache, *_ = stored
             num_kv_heads, _, head_dim = k_cache.shape[1:]
             new = self._new_summaries(num_blocks, num_kv_heads, head_dim, k_cache.dtype)
             kinds = self.summaries
             if self.residency is None:
-                new = *self._new_kv(num_blocks, num_kv_heads, head_dim, stored[1].shape[3], k_cache.dtype), *new
+                new = *self._new_kv(num_blocks, num_kv_heads, head_dim, v_cache.shape[3], k_cache.dtype), *new
                 kinds = self.kinds
             else:
                 self.k_cache[layer], self.v_cache[layer] = self.residency.grow(layer, num_blocks)
