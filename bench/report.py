@@ -31,7 +31,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     if not ways:
         raise ValueError("--plot needs rows of at least two contexts, and the same shape otherwise")
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5.5), constrained_layout=True)
     figure.suptitle(f"One decode step, one layer: {title}", fontsize=11)
 
     found = max(ways.values(), key=len)  # dense attention is the same for all
@@ -54,12 +54,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             right.plot(at, [100 * row[name] for row in kind], style, color=color, label=f"{way}: {what}")
     left.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms per step")
     left.set_xscale("log", base=2)
-    left.legend(fontsize=8)
 
     right.set(xlabel="context, tokens", ylabel="% of the limit", ylim=(0, 105))
     right.set_xscale("log", base=2)
-    right.legend(fontsize=8)
     for axes in (left, right):
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
         axes.grid(True, which="major", alpha=0.3)
         axes.set_xticks(contexts, [f"{c >> 10}K" if c < 1 << 20 else f"{c >> 20}M" for c in contexts])
         axes.tick_params(labelsize=8)
