@@ -11,7 +11,7 @@ namespace quest {
 
 using cpu::kernels;
 
-constexpr int64_t kPagesPerChunk = 48;    // scored by one task, at least
+constexpr int64_t kPagesPerChunk = 24;    // scored by one task, at least
 constexpr int64_t kTokensPerSplit = 256;  // at least, where the pages of a unit are split
 
 void run(const AppendParams& p) {
@@ -39,13 +39,14 @@ void run(const SummariseParams& p) {
 }
 
 // The tasks of `score`: each token's pages in chunks, large ones first and small ones last, so that there are few and
-// yet all threads finish together. A thread takes its next task before it works on one, which asks for its memory.
+// yet all threads finish together. A thread takes its next task before it works on one, which asks for its memory; so
+// the first ones, of which every thread takes two, are much smaller than its share.
 class ScoreTasks {
  public:
   explicit ScoreTasks(const ScoreParams& p)
       : p_(p), tokens_(p.seq.batch * p.seq.q_len), bands_(ceil_div(p.num_kv_heads, kBandHeads)) {
     const int64_t threads = torch::stable::get_num_threads(), pages = p.seq.max_pages;
-    const int64_t share = threads > 1 && tokens_ > 0 ? ceil_div(threads, tokens_ * bands_) + 1 : 1;
+    const int64_t share = threads > 1 && tokens_ > 0 ? ceil_div(4 * threads, tokens_ * bands_) + 1 : 1;
     for (int64_t page = 0; page < pages || ends_.empty(); ends_.push_back(page))
       page = std::min(pages, page + std::max(kPagesPerChunk, ceil_div(pages - page, share)));
   }

@@ -3,10 +3,12 @@
 // the public functions; these lines keep the raw ops and compiled graphs from reading out of bounds.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -63,9 +65,19 @@ inline SizedRows rows_of(const Tensor& x, const char* op, const char* arg, bool 
   return {rows, x.size(0), x.size(token), x.size(head)};
 }
 
+// A contiguous tensor, on the CPU if no device is named. Not by torch::stable::empty, which looks up an op by its name:
+// that takes longer than the allocation, and a step makes eight.
 inline Tensor new_tensor(std::initializer_list<int64_t> sizes, ScalarType dtype,
                          std::optional<torch::stable::Device> device = std::nullopt) {
-  return torch::stable::empty(sizes, dtype, std::nullopt, device);  // without a device, on the CPU
+  int64_t strides[8], stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= std::max<int64_t>(1, sizes.begin()[i])) strides[i] = stride;
+  const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides, type,
+                               device ? static_cast<int32_t>(device->type()) : aoti_torch_device_type_cpu(),
+                               device ? device->index() : 0, &made));
+  return Tensor(made);
 }
 
 inline const int32_t* int32_of(const Tensor& x, int64_t size, const char* op, const char* arg) {

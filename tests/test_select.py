@@ -84,6 +84,16 @@ def test_floats_that_differ_in_the_last_bit(kernels):
     check(subnormal[None, None, None], [100], page_size=1, budget=20)
 
 
+@pytest.mark.parametrize("budget", [1, 5, 4097, 20000, 49999])
+def test_fifty_thousand_pages(isa, budget):
+    """Scores close together and far apart, with and without ties, NaN and infinities."""
+    n = 50_000
+    rng = torch.Generator().manual_seed(budget)
+    noise = torch.randn(n, generator=rng)
+    rows = [noise, 1 + noise / 1e3, -(noise * 20).exp(), noise.round(), torch.where(noise > 2, 7.0, random_scores(n))]
+    check(torch.stack(rows)[None, None], [n], page_size=1, budget=budget)
+
+
 def test_c05_budget_above_the_pages(kernels):
     """Every page, -1 behind the count whatever lay in that memory before."""
     for length, pages in ((20, [0, 1]), (1, [0])):

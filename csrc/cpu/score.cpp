@@ -38,7 +38,7 @@ struct Visible {
   }
 };
 
-// Pages that are scored together, for all KV heads of a band: a page's rows lie side by side there, and are asked for
+// Pages that are scored together, for all KV heads of a band: their rows lie side by side in a block, and are asked for
 // in that order.
 template <typename T>
 class Stripe {
@@ -51,21 +51,26 @@ class Stripe {
     const int64_t pages_per_block = seq.block_size / seq.page_size;
     n = v.last - page < kStripe ? static_cast<int>(v.last - page) : kStripe;
     absent = false;
-    num_rows_ = 0;
-    for (int i = 0; i < n; i++) {
-      int64_t block = seq.block(v.b, (page + i) / pages_per_block);
+    for (int begin = 0, end; begin < n; begin = end) {
+      int64_t block = seq.block(v.b, (page + begin) / pages_per_block);
       absent |= block < 0;
       block = block < 0 ? 0 : block;
-      const int64_t row = (page + i) % pages_per_block;
-      auto at = [&](const Pool& pool) {
-        const T* x = static_cast<T*>(pool.data) + block * pool.stride_block + v.first_head * pool.stride_head +
-                     row * pool.stride_row;
-        for (int64_t h = 0; h < v.heads; h++) rows_[num_rows_++] = x + h * pool.stride_head;
-        return x;
+      const int64_t row = (page + begin) % pages_per_block;
+      end = n - begin < pages_per_block - row ? n : static_cast<int>(begin + pages_per_block - row);
+      auto at = [&](const Pool& pool, int i) {
+        return static_cast<T*>(pool.data) + block * pool.stride_block + v.first_head * pool.stride_head +
+               (row + i - begin) * pool.stride_row;
       };
-      high_[i] = at(p.page_max);
-      low_[i] = at(p.page_min);
+      for (int i = begin; i < end; i++) low_[i] = at(p.page_min, i), high_[i] = at(p.page_max, i);
+      const T *low = low_[begin], *high = high_[begin];
+      const T** to = rows_ + 2 * begin * v.heads;
+      for (int64_t h = 0; h < v.heads; h++, low += p.page_min.stride_head, high += p.page_max.stride_head)
+        for (int i = 0; i < end - begin; i++) {
+          *to++ = low + i * p.page_min.stride_row;
+          *to++ = high + i * p.page_max.stride_row;
+        }
     }
+    num_rows_ = 2 * n * v.heads;
     for (int i = 0; i < Ahead<T>::kMost; i++) rows_[num_rows_ + i] = static_cast<T*>(p.page_max.data);
   }
   // The rows of one KV head of the band.

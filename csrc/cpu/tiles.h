@@ -19,7 +19,7 @@ constexpr int kRegisters = 16;
 #endif
 
 // How many rows go with 1 to 4 heads: as many sums as the registers hold beside what they are made of.
-constexpr int kRowsWith[] = {0, 8, kRegisters / 4, 4, kRegisters == 32 ? 4 : 3};
+constexpr int kRowsWith[] = {0, 8, kRegisters / 4, kRegisters == 32 ? 4 : 3, kRegisters == 32 ? 4 : 3};
 
 // Rows that are read next. The products ask for them line by line on the way, into the second level: asked for all at
 // once the processor drops most of them, and in the first level two tiles would push each other out.
@@ -259,7 +259,8 @@ inline void mix(const float* p, int64_t ldp, int64_t heads, const T* const* rows
 template <typename T>
 inline void load_query(const T* rows_type, const Rows& query, int64_t b, int64_t t, int64_t head, float* to,
                        int64_t ldq) {
-  alignas(64) float row[kMaxHeadDim] = {};
+  alignas(64) float row[kMaxHeadDim];
+  for (int64_t d = query.dim; d < ldq; d++) row[d] = 0;
   by_dtype(query.dtype, [&](auto* type) {
     auto* from = static_cast<decltype(type)>(query.at(b, t, head));
     load_row(row, from, query.dim);
