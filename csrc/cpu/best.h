@@ -33,11 +33,12 @@ QUEST_INLINE float float_at(uint32_t place) {
 }
 
 // The score from which on the k > 0 best are, found bit by bit: the largest that k of n scores reach. At least k are
-// known, that is not NaN. Whenever only a quarter of those counted can still be it, the others are left out from then on.
+// known, that is not NaN. Whenever only a quarter of those counted can still be it, the others are left out from then
+// on.
 inline float kth_best(const float* scores, int64_t n, int64_t k) {
   constexpr uint32_t lowest = 0x007fffff, highest = 0xff800000;  // the places of -inf and of inf
-  constexpr int64_t kFew = 4096;  // that many are copied, at most
-  float few[kFew], low = -kInf, high = __builtin_nanf("");  // it reaches low, and not high, which no score may do
+  constexpr int64_t kFew = 4096;                                 // that many are copied, at most
+  float few[kFew], low = -kInf, high = __builtin_nanf("");       // it reaches low, and not high, which no score may do
   uint32_t found = 0;
   int64_t reach_low = n, reach_high = 0, above = 0;  // above: scores that are no longer among those counted
   for (int bit = 31; bit >= 0; bit--) {
