@@ -88,7 +88,7 @@ def measure(
     paged = paged_layers(shape, config, copies(read.total, read.dense))
     plain = plain_layers(shape, copies(read_dense.total, read_dense.dense))
     paged_turn, plain_turn = itertools.cycle(paged), itertools.cycle(plain)
-    new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
+    new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype).unbind()
     query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)
     cold = memory(paged)
     reader, reader_dense, peak = Reader(read.total, cold), Reader(read_dense.total, cold), fma_peak()

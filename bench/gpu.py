@@ -123,7 +123,7 @@ def measure(shape: Shape, bandwidth: float, device: torch.device, rounds: int = 
         layers = max(1, min(layers, int((MEMORY_SHARE * free - 1.1 * dense_bytes) / (1.2 * dense_bytes))))
     with torch.device(device):
         paged = paged_layers(shape, config, layers)
-        new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
+        new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype).unbind()
         query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)
         plain = plain_layers(shape, max(1, min(layers, _layers(device, dense_bytes))))
 
@@ -157,7 +157,7 @@ def _layers(device: torch.device, touched: int) -> int:
     return -(-4 * describe(device)["l2_bytes"] // max(1, touched)) or 1
 
 
-def stages(query: Tensor, new: Tensor, layer: Paged, shape: Shape) -> dict[str, Call]:
+def stages(query: Tensor, new: Sequence[Tensor], layer: Paged, shape: Shape) -> dict[str, Call]:
     """What `quest.gpu.decode` and `decode_packed` do, one after the other."""
     config, packing, triton = shape.config, packing_of(shape.config), gpu.triton_kernels()
     setting, page_size = config.layer(0), config.page_size

@@ -154,7 +154,7 @@ def memory(layers: Sequence[Paged]) -> list[Tensor]:
     return [layer.k_cache.as_strided((2 * layer.k_cache.numel(),), (1,)) for layer in layers]
 
 
-def decode(query: Tensor, new: Tensor, layer: Paged, config: QuestConfig) -> Tensor:
+def decode(query: Tensor, new: Sequence[Tensor], layer: Paged, config: QuestConfig) -> Tensor:
     """A step: `new` holds key and value."""
     op = quest.decode if config.summary_bits is None else quest.decode_packed
     pools, places = (layer.k_cache, layer.v_cache, *layer.summaries), layer[3:]

@@ -47,7 +47,7 @@ def measure(shape: Shape, rounds: int) -> list[dict[str, Any]]:
     config, packing = shape.config, packing_of(shape.config)
     setting, read = config.layer(0), shape.bytes(config)
     layers = paged_layers(shape, config, copies(read.total, read.dense))
-    new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype)
+    new = torch.randn(2, shape.batch, 1, shape.num_kv_heads, shape.head_dim).to(shape.torch_dtype).unbind()
     query = torch.randn(shape.batch, 1, shape.num_heads, shape.head_dim).to(shape.torch_dtype)
     one = torch.ones(shape.batch, dtype=torch.int32)
     filled = layers[0].seq_lens // config.block_size * config.block_size  # its last block is packed

@@ -18,8 +18,9 @@ constexpr int kRegisters = 32;
 constexpr int kRegisters = 16;
 #endif
 
-// How many rows go with 1 to 4 heads: as many sums as the registers hold beside what they are made of.
-constexpr int kRowsWith[] = {0, 8, kRegisters / 4, kRegisters == 32 ? 4 : 3, kRegisters == 32 ? 4 : 3};
+// How many rows go with so many heads: enough sums to keep the multipliers busy, in registers beside what they are made
+// of. More rows than that are slower, as the halves of a 16-bit row need registers too.
+constexpr int rows_with(int heads) { return kRegisters == 32 || heads <= 2 ? 4 : 3; }
 
 // Rows that are read next. The products ask for them line by line on the way, into the second level: asked for all at
 // once the processor drops most of them, and in the first level two tiles would push each other out.
@@ -179,7 +180,7 @@ template <typename Q, typename T, int S>
 inline void dot(const Factors<Q, T, S>& f, int64_t heads, int n, int64_t ldq, int64_t dim, float* dots, int64_t ldd,
                 Ahead<T> ahead) {
   by_heads(heads, [&](auto piece, int64_t head) {
-    constexpr int H = decltype(piece)::value, R = kRowsWith[H];
+    constexpr int H = decltype(piece)::value, R = rows_with(H);
     int r = 0;
     for (; r + R <= n; r += R) dot_tile<H, R>(f, head, r, ldq, dim, dots, ldd, ahead);
     if (r < n && n >= R) {
