@@ -57,18 +57,20 @@ class Stripe {
       block = block < 0 ? 0 : block;
       const int64_t row = (page + begin) % pages_per_block;
       end = n - begin < pages_per_block - row ? n : static_cast<int>(begin + pages_per_block - row);
-      auto at = [&](const Pool& pool, int i) {
+      auto at = [&](const Pool& pool) {
         return static_cast<T*>(pool.data) + block * pool.stride_block + v.first_head * pool.stride_head +
-               (row + i - begin) * pool.stride_row;
+               row * pool.stride_row;
       };
-      for (int i = begin; i < end; i++) low_[i] = at(p.page_min, i), high_[i] = at(p.page_max, i);
-      const T *low = low_[begin], *high = high_[begin];
-      const T** to = rows_ + 2 * begin * v.heads;
-      for (int64_t h = 0; h < v.heads; h++, low += p.page_min.stride_head, high += p.page_max.stride_head)
-        for (int i = 0; i < end - begin; i++) {
-          *to++ = low + i * p.page_min.stride_row;
-          *to++ = high + i * p.page_max.stride_row;
+      const T *low = at(p.page_min), *high = at(p.page_max);
+      const int64_t low_head = p.page_min.stride_head, high_head = p.page_max.stride_head, step = 2 * (end - begin);
+      const T** first = rows_ + 2 * begin * v.heads;
+      for (int i = begin; i < end; i++, low += p.page_min.stride_row, high += p.page_max.stride_row, first += 2) {
+        low_[i] = low, high_[i] = high;
+        for (int64_t h = 0; h < v.heads; h++) {
+          first[h * step] = low + h * low_head;
+          first[h * step + 1] = high + h * high_head;
         }
+      }
     }
     num_rows_ = 2 * n * v.heads;
     for (int i = 0; i < Ahead<T>::kMost; i++) rows_[num_rows_ + i] = static_cast<T*>(p.page_max.data);
